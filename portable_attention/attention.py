@@ -59,8 +59,8 @@ def attention(
     causal : bool, default False
         Let query i attend the keys j <= i + query_offset.
     window : (left, right), optional
-        Let query i attend the keys from ``i + query_offset - left`` to ``i + query_offset + right``;
-        None on a side is no bound there.
+        Let query i attend the keys from ``i + query_offset - left`` to
+        ``i + query_offset + right``; None on a side is no bound there.
     query_offset : int, integer array over the batch axes, "start" or "end", optional
         The position of query 0 among the keys. "start" is 0; "end" puts the last valid query on the
         last valid key. By default 0 where Lq == Lk; where they differ, causal and window need it.

@@ -83,4 +83,5 @@ _safe_scores.defjvp(_safe_scores_jvp)
 
 
 def finite_or_zero(array: Array) -> Array:
+    """Replace NaN and infinities by 0."""
     return jnp.where(jnp.isfinite(array), array, 0.0)

@@ -29,6 +29,7 @@ def real_number(name: str, given: Any, remedy: str = "") -> float:
 
 
 def described(given: Any) -> str:
+    """Say what was given, for a message: an array by its kind and shape."""
     if hasattr(given, "dtype") and hasattr(given, "shape"):
         kind = type(given)
         return f"an array of {kind.__module__}.{kind.__qualname__} with shape {tuple(given.shape)}"

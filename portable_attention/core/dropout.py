@@ -54,6 +54,7 @@ class Dropout:
 def check_dropout(
     backend: Backend, device: Any, dropout: Dropout | None
 ) -> tuple[float, Array | None]:
+    """Return the rate and the two words of the seed of an optional Dropout."""
     if dropout is None:
         return 0.0, None
     if not isinstance(dropout, Dropout):
@@ -114,7 +115,7 @@ def kept(keys: tuple[Array, Array], column: Array, rate: float) -> Array:
     # The hash is uniform over the signed integers, so a share `rate` of it lies below this.
     threshold = round(rate * 2**32) - 2**31
     if threshold >= 2**31:
-        return x != x  # a share of 1 drops every pair
+        return x < x  # noqa: PLR0124 - a share of 1 drops every pair
     return x >= threshold
 
 

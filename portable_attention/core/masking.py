@@ -69,6 +69,7 @@ def bias_block(backend: Backend, bias: Array | None, dtype: Any) -> Array | None
 
 
 def not_masked(bias: Array | None) -> Array | None:
+    """Return where a bias allows a pair: anything but -inf does, NaN included."""
     return None if bias is None else bias != _NEG_INF
 
 
