@@ -76,7 +76,7 @@ def _compiled(
 ) -> tuple[Array, Array]:
     schedule = _Schedule(problem, arrays, limits)
     _, (output, lse) = lax.scan(
-        jax.checkpoint(schedule.rows, prevent_cse=False), None, jnp.arange(schedule.steps)
+        jax.checkpoint(schedule.rows, prevent_cse=False), None, jnp.arange(schedule.steps, dtype=jnp.int32)
     )
     output = schedule.unite(output)
     lse = schedule.unite(lse[..., jnp.newaxis])
