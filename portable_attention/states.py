@@ -27,6 +27,14 @@ class State(NamedTuple):
     lse : array, shape (..., Hq, Lq)
         The natural log of the softmax denominator over these keys, -inf for such a row; float32,
         or float64 where the output is float64.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from portable_attention import State, partial_attention
+    >>> output, lse = partial_attention(np.zeros((2, 1)), np.zeros((4, 1)), np.ones((4, 1)))
+    >>> State(output, lse).lse
+    array([1.38629436, 1.38629436])
     """
 
     output: Array
