@@ -31,10 +31,9 @@ class State(NamedTuple):
     Examples
     --------
     >>> import numpy as np
-    >>> from portable_attention import State, partial_attention
-    >>> output, lse = partial_attention(np.zeros((2, 1)), np.zeros((4, 1)), np.ones((4, 1)))
-    >>> State(output, lse).lse
-    array([1.38629436, 1.38629436])
+    >>> from portable_attention import State
+    >>> State(output=np.zeros((2, 8, 4)), lse=np.full((2, 8), -np.inf)).lse.shape
+    (2, 8)
     """
 
     output: Array
