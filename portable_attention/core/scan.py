@@ -280,6 +280,8 @@ class _RowBlock:
     def over_keys(self, visit: Any, initial: Any) -> Any:
         """Run `visit(carried, tile number)` over the tiles that these rows may attend."""
         schedule = self.schedule
+        if not schedule.visits:
+            return initial
         first = jnp.int32(0)
         if schedule.visits < schedule.key_blocks:
             low = (self.limits["low"] + self.first_row) // schedule.block_k
