@@ -50,7 +50,7 @@ def run_examples(test: doctest.DocTest) -> int:
     return result.attempted
 
 
-def test_the_examples_of_the_specification_run_as_one_session() -> None:
+def test_the_examples_of_the_specification_run_in_order() -> None:
     text = SEMANTICS.read_text(encoding="utf-8")
     # Blank lines in place of the prose keep the line numbers of the page in a report.
     lines = [""] * len(text.splitlines())
@@ -58,8 +58,8 @@ def test_the_examples_of_the_specification_run_as_one_session() -> None:
         if language == "python":
             block = body.splitlines()
             lines[start - 1 : start - 1 + len(block)] = block
-    session = "\n".join(lines) + "\n"
-    test = doctest.DocTestParser().get_doctest(session, {}, SEMANTICS.name, str(SEMANTICS), 0)
+    examples = "\n".join(lines) + "\n"
+    test = doctest.DocTestParser().get_doctest(examples, {}, SEMANTICS.name, str(SEMANTICS), 0)
     assert run_examples(test) > 100
 
 
