@@ -152,22 +152,27 @@ def attention(
 
 
 def run(call: Call) -> tuple[Array, Array]:
-    """Run a validated call under the schedule of its library; return output and lse."""
+    """Run a validated call; return output and lse in the caller's axes."""
+    return call.restore(*run_inner(call))
+
+
+def run_inner(call: Call, *, wide: bool = False) -> tuple[Array, Array]:
+    """Run a validated call under the schedule of its library; return output and lse.
+
+    They are (*batch, Hkv, G, Lq, Dv), in the dtype of the query or, if `wide`, of the scores, and
+    (*batch, Hkv, G, Lq).
+    """
     problem, backend = call.problem, call.backend
+    dtype = backend.dtype(problem.compute_dtype if wide else problem.dtype)
     if 0 in problem.output_shape[:-1]:
-        xp = backend.xp
-        output = xp.zeros(problem.output_shape, dtype=call.query.dtype, device=call.device)
-        lse = xp.zeros(
-            problem.output_shape[:-1],
-            dtype=backend.dtype(problem.compute_dtype),
-            device=call.device,
-        )
-        return call.restore(output, lse)
+        xp, wide_dtype = backend.xp, backend.dtype(problem.compute_dtype)
+        output = xp.zeros(problem.output_shape, dtype=dtype, device=call.device)
+        return output, xp.zeros(problem.output_shape[:-1], dtype=wide_dtype, device=call.device)
     with np.errstate(all="ignore"):
-        return call.restore(*_schedule(backend.schedule)(call))
+        return _schedule(backend.schedule)(call, dtype)
 
 
-def _schedule(name: str) -> Callable[[Call], tuple[Array, Array]]:
+def _schedule(name: str) -> Callable[[Call, Any], tuple[Array, Array]]:
     if name == "scan":
         from portable_attention.core import scan  # it imports JAX
 

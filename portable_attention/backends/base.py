@@ -31,20 +31,35 @@ class Ops:
     def __init__(self, xp: ModuleType) -> None:
         self.xp = xp
 
-    def scores(self, query: Array, key: Array) -> Array:
-        """Return query (..., Hkv, G, q, D) times key (..., Hkv, 1, k, D): (..., Hkv, G, q, k)."""
+    def scores(self, query: Array, key: Array, slot: str = "scores") -> Array:
+        """Return query (..., Hkv, G, q, D) times key (..., Hkv, 1, k, D): (..., Hkv, G, q, k).
+
+        `slot` names the buffer of the result where buffers are kept.
+        """
         return self._grouped(query, self.xp.matrix_transpose(key[..., 0, :, :]))
 
     def product(self, weights: Array, value: Array) -> Array:
         """Return weights (..., Hkv, G, q, k) times value (..., Hkv, 1, k, Dv)."""
         return self._grouped(weights, value[..., 0, :, :])
 
+    def transposed_product(self, weights: Array, rows: Array) -> Array:
+        """Return weights (..., Hkv, G, q, k), transposed, times rows (..., Hkv, G, q, D).
+
+        The result (..., Hkv, 1, k, D) is summed over the heads of each group.
+        """
+        weights, rows = self._fold(weights), self._fold(rows)
+        product = self.matmul(self.xp.matrix_transpose(weights), rows)
+        return self.xp.expand_dims(product, axis=-3)
+
+    def _fold(self, array: Array) -> Array:
+        *lead, groups, rows, columns = array.shape
+        return self.xp.reshape(array, (*lead, groups * rows, columns))
+
     def _grouped(self, left: Array, right: Array) -> Array:
         # The query heads of a group become rows of one product: a broadcasting matmul would
         # copy the keys once per query head on libraries that expand its operands.
-        groups, rows, inner = left.shape[-3:]
-        folded = self.xp.reshape(left, (*left.shape[:-3], groups * rows, inner))
-        result = self.matmul(folded, right)
+        groups, rows = left.shape[-3:-1]
+        result = self.matmul(self._fold(left), right)
         return self.xp.reshape(result, (*result.shape[:-2], groups, rows, result.shape[-1]))
 
     def matmul(self, left: Array, right: Array) -> Array:

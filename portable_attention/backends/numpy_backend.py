@@ -64,9 +64,12 @@ class HostOps(Ops):
         """Give this thread's buffers back."""
         self._local.__dict__.clear()
 
-    def scores(self, query: Array, key: Array) -> Array:
-        transposed = np.swapaxes(key, -1, -2)
-        return self._matmul("scores", query, transposed)
+    def scores(self, query: Array, key: Array, slot: str = "scores") -> Array:
+        return self._matmul(slot, query, np.swapaxes(key, -1, -2))
+
+    def transposed_product(self, weights: Array, rows: Array) -> Array:
+        product = self._matmul("transposed", np.swapaxes(weights, -1, -2), rows)
+        return product if product.shape[-3] == 1 else product.sum(axis=-3, keepdims=True)
 
     def product(self, weights: Array, value: Array) -> Array:
         return self._matmul("product", weights, value)

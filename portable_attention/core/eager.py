@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -53,6 +54,13 @@ class Part:
         dtype = self.call.backend.dtype(self.call.problem.compute_dtype)
         return self.call.backend.astype(heads, dtype)
 
+    def tile_of(self, name: str, columns: tuple[int, int]) -> Array:
+        """Return a tile of the keys or values in the dtype of the scores."""
+        backend = self.call.backend
+        array = self.key if name == "key" else self.value
+        dtype = backend.dtype(self.call.problem.compute_dtype)
+        return backend.astype(array[..., slice(*columns), :], dtype)
+
     @cached_property
     def finite_values(self) -> bool:
         """Whether the values are known to be finite, so that a weight of 0 takes them away."""
@@ -97,33 +105,28 @@ class Part:
         return row_keys(self.call.seed, *self.dropout_indices, rows)
 
 
-def run(call: Call) -> tuple[Array, Array]:
+def run(call: Call, dtype: Any) -> tuple[Array, Array]:
     """Return the output (*batch, Hkv, G, Lq, Dv) and the lse (*batch, Hkv, G, Lq) of a call."""
     problem, backend = call.problem, call.backend
-    sizes = (*problem.batch, problem.kv_heads)
-    budget = backend.score_budget(call.device)
-    keys = plan.block_sizes(problem)[1]
-    cap = max(16, budget // (problem.groups * keys))
-    block_q, block_k = plan.block_sizes(problem, cap)
-    capacity = plan.capacity(budget, problem.groups * block_q * block_k)
-    grid = plan.chunks(sizes, capacity)
+    (block_q, block_k), capacity = plan.batching(problem, backend.score_budget(call.device))
+    cuts = plan.cuts((*problem.batch, problem.kv_heads), capacity)
     outputs, lses = [], []
-    for index in grid:
+    for index in itertools.product(*cuts):
         part = Part(call, index)
         pieces = [
             attend_rows(part, (start, min(start + block_q, problem.query_length)), block_k)
             for start in range(0, problem.query_length, block_q)
         ]
-        outputs.append(_join(backend, [piece[0] for piece in pieces], -2))
-        lses.append(_join(backend, [piece[1] for piece in pieces], -1))
-    return (
-        _assemble(backend, outputs, sizes, capacity),
-        _assemble(backend, lses, sizes, capacity),
-    )
+        outputs.append(backend.astype(join(backend, [piece[0] for piece in pieces], -2), dtype))
+        lses.append(join(backend, [piece[1] for piece in pieces], -1))
+    return assemble(backend, outputs, cuts), assemble(backend, lses, cuts)
 
 
 def attend_rows(part: Part, rows: tuple[int, int], block_k: int) -> tuple[Array, Array]:
-    """Return the output and lse of a block of rows; exact whatever the inputs hold."""
+    """Return the output and lse of a block of rows, exact whatever the inputs hold.
+
+    Both are in the dtype of the scores.
+    """
     call, backend = part.call, part.call.backend
     problem, xp = call.problem, backend.xp
     dtype = backend.dtype(problem.compute_dtype)
@@ -152,8 +155,7 @@ def attend_rows(part: Part, rows: tuple[int, int], block_k: int) -> tuple[Array,
         kept = None
         if keys_of_rows is not None:
             kept = kept_pairs(keys_of_rows, column_numbers, problem.dropout_rate)
-        key = backend.astype(part.key[..., slice(*columns), :], dtype)
-        value = backend.astype(part.value[..., slice(*columns), :], dtype)
+        key, value = part.tile_of("key", columns), part.tile_of("value", columns)
         if not part.finite_values:
             infinite = _add_infinities(
                 backend,
@@ -186,7 +188,7 @@ def attend_rows(part: Part, rows: tuple[int, int], block_k: int) -> tuple[Array,
     )
     if infinite is not None:
         output = output + masking.infinite_part(backend, *infinite)
-    return backend.astype(output, backend.dtype(problem.dtype)), lse
+    return output, lse
 
 
 def scale_query(backend: Backend, query: Array, problem: Problem) -> tuple[Array, float]:
@@ -230,19 +232,17 @@ def _add_infinities(
     return counts[0], counts[1]
 
 
-def _join(backend: Backend, pieces: list[Array], axis: int) -> Array:
+def join(backend: Backend, pieces: list[Array], axis: int) -> Array:
+    """Join pieces along an axis; a single piece is not copied."""
     return pieces[0] if len(pieces) == 1 else backend.xp.concat(pieces, axis=axis)
 
 
-def _assemble(
-    backend: Backend, pieces: list[Array], sizes: tuple[int, ...], capacity: int
-) -> Array:
+def assemble(backend: Backend, pieces: list[Array], cuts: list[list[slice]]) -> Array:
     """Join the results of all chunks again, from the last axis to the first."""
-    cuts = plan.cuts(sizes, capacity)
-    for axis in reversed(range(len(sizes))):
+    for axis in reversed(range(len(cuts))):
         step = len(cuts[axis])
         pieces = [
-            _join(backend, pieces[first : first + step], axis)
+            join(backend, pieces[first : first + step], axis)
             for first in range(0, len(pieces), step)
         ]
     return pieces[0]

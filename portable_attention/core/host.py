@@ -31,17 +31,17 @@ _SMALL_DENOMINATOR = 1e-7
 # Finding the largest norms costs a pass over the keys, which pays when several rows share it.
 _ROWS_FOR_BOUND = 32
 # Small heads are batched until a tile holds as many scores as one large tile.
-_BUDGET = 1 << 18
+BUDGET = 1 << 18
 
 
-def run(call: Call) -> tuple[Array, Array]:
+def run(call: Call, dtype: Any) -> tuple[Array, Array]:
     """Return the output (*batch, Hkv, G, Lq, Dv) and the lse (*batch, Hkv, G, Lq) of a call."""
     problem = call.problem
-    output = np.empty(problem.output_shape, call.query.dtype)
+    output = np.empty(problem.output_shape, dtype)
     lse = np.empty(problem.output_shape[:-1], problem.compute_dtype)
     sizes = (*problem.batch, *problem.heads)
     block_q, block_k = plan.block_sizes(problem)
-    capacity = plan.capacity(_BUDGET, block_q * block_k)
+    capacity = plan.capacity(BUDGET, block_q * block_k)
     starts = range(0, problem.query_length, block_q)
 
     def tasks() -> Iterator[Task]:

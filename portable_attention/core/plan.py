@@ -28,6 +28,13 @@ def block_sizes(problem: Problem, rows_cap: int = _BLOCK) -> tuple[int, int]:
     return min(queries, max(problem.query_length, 1)), min(keys, max(problem.key_length, 1))
 
 
+def batching(problem: Problem, budget: int) -> tuple[tuple[int, int], int]:
+    """Return the size of a tile, and how many key/value heads make tiles of `budget` scores."""
+    keys = block_sizes(problem)[1]
+    queries, keys = block_sizes(problem, max(16, budget // (problem.groups * keys)))
+    return (queries, keys), capacity(budget, problem.groups * queries * keys)
+
+
 def cuts(sizes: tuple[int, ...], capacity: int) -> list[list[slice]]:
     """Cut each of the leading axes so that a chunk has at most `capacity` items, or one.
 

@@ -26,7 +26,7 @@ from portable_attention.core.eager import scale_query
 from portable_attention.core.problem import Call, Limits, Problem
 
 
-def run(call: Call) -> tuple[Array, Array]:
+def run(call: Call, dtype: Any) -> tuple[Array, Array]:
     """Return the output (*batch, Hkv, G, Lq, Dv) and the lse (*batch, Hkv, G, Lq) of a call."""
     arrays = {
         "query": call.query,
@@ -38,7 +38,7 @@ def run(call: Call) -> tuple[Array, Array]:
         "seed": call.seed,
     }
     limits = {name: jnp.asarray(limit, jnp.int32) for name, limit in call.limits.items()}
-    output, lse = _compiled(call.problem, arrays, limits)
+    output, lse = _compiled(call.problem, jnp.dtype(dtype).name, arrays, limits)
     return output, lse
 
 
@@ -70,15 +70,17 @@ def _operand(array: Array | None, problem: Problem) -> _Operand | None:
     return _Operand(flat, None if table.size == count else table)
 
 
-@partial(jax.jit, static_argnums=0)
+@partial(jax.jit, static_argnums=(0, 1))
 def _compiled(
-    problem: Problem, arrays: dict[str, Array | None], limits: dict[str, Array]
+    problem: Problem, dtype: str, arrays: dict[str, Array | None], limits: dict[str, Array]
 ) -> tuple[Array, Array]:
     schedule = _Schedule(problem, arrays, limits)
     _, (output, lse) = lax.scan(
-        jax.checkpoint(schedule.rows, prevent_cse=False), None, jnp.arange(schedule.steps, dtype=jnp.int32)
+        jax.checkpoint(schedule.rows, prevent_cse=False),
+        None,
+        jnp.arange(schedule.steps, dtype=jnp.int32),
     )
-    output = schedule.unite(output)
+    output = schedule.unite(output).astype(dtype)
     lse = schedule.unite(lse[..., jnp.newaxis])
     shape = problem.output_shape
     return jnp.reshape(output, shape), jnp.reshape(lse, shape[:-1])
@@ -109,11 +111,8 @@ class _Schedule:
         self.values_finite = jnp.all(jnp.isfinite(value))
 
         budget = self.backend.score_budget(None)
-        keys = plan.block_sizes(problem)[1]
-        cap = max(16, budget // (problem.groups * keys))
-        self.block_q, self.block_k = plan.block_sizes(problem, cap)
+        (self.block_q, self.block_k), capacity = plan.batching(problem, budget)
         self.heads = int(np.prod(problem.batch)) * problem.kv_heads
-        capacity = plan.capacity(budget, problem.groups * self.block_q * self.block_k)
         self.chunk = _largest_divisor(self.heads, capacity)
         self.row_blocks = -(-problem.query_length // self.block_q)
         self.key_blocks = -(-problem.key_length // self.block_k)
@@ -179,7 +178,7 @@ class _Schedule:
                 lambda: self.infinite_part(block, shape),
             )
         )
-        return carry, (output.astype(problem.dtype), lse)
+        return carry, (output, lse)
 
     def infinite_part(self, block: _RowBlock, shape: tuple[int, ...]) -> Array:
         """Return what infinite and NaN values do to the rows that attend them."""

@@ -56,19 +56,37 @@ def tile_scores(
     Masking is a selection and comes last: what stands in a pair that is not allowed is not felt.
     """
     ops = backend.ops
-    scores = backend.safe_scores(query, key)
-    if scale != 1.0:
-        scores = ops.multiply(scores, scale)
-    if softcap is not None:
-        if allowed is not None:
-            # A NaN here would come back in the derivative of tanh, multiplied by 0.
-            scores = ops.select(scores, allowed, 0.0)
-        scores = ops.multiply(ops.tanh(ops.divide(scores, softcap)), softcap)
+    scores, _ = capped_scores(backend, query, key, scale=scale, softcap=softcap, allowed=allowed)
     if bias is not None:
         scores = ops.add(scores, bias)
     if allowed is not None:
         scores = ops.select(scores, allowed, _NEG_INF)
     return scores
+
+
+def capped_scores(
+    backend: Backend,
+    query: Array,
+    key: Array,
+    *,
+    scale: float,
+    softcap: float | None,
+    allowed: Array | None,
+    slope: bool = False,
+) -> tuple[Array, Array | None]:
+    """Return the scores before bias and masking, and the derivative of the softcap if wanted."""
+    ops = backend.ops
+    scores = backend.safe_scores(query, key)
+    if scale != 1.0:
+        scores = ops.multiply(scores, scale)
+    if softcap is None:
+        return scores, None
+    if allowed is not None:
+        # A NaN here would come back in the derivative of tanh, multiplied by 0.
+        scores = ops.select(scores, allowed, 0.0)
+    ratio = ops.tanh(ops.divide(scores, softcap))
+    derivative = 1.0 - ratio * ratio if slope else None
+    return ops.multiply(ratio, softcap), derivative
 
 
 def update(

@@ -1,0 +1,156 @@
+"""The gradient of one block of rows, tile by tile.
+
+The weights are made again from the scores and the lse, so nothing of the size of the scores is
+kept between the passes: Rabe and Staats (2021), in the form of Dao et al., "FlashAttention" (2022),
+algorithm 4. With p the weights, o the output and do, dlse the cotangents of output and lse,
+
+    dv = p^T do,   dp = do v^T,   ds = p (dp - rowsum(do o) + dlse),   dq = ds k,   dk = ds^T q.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from portable_attention.backends import Array
+from portable_attention.core import masking, plan, tile
+from portable_attention.core.dropout import kept as kept_pairs
+from portable_attention.core.eager import Part, scale_query
+from portable_attention.core.problem import Limits
+
+_NEG_INF = float("-inf")
+
+# Takes a name ("key", "value" or "bias"), the columns of a tile, and its gradient.
+Emit = Callable[[str, tuple[int, int], Array], None]
+
+
+@dataclass(frozen=True)
+class Cotangents:
+    """What the backward pass is given, all in the dtype of the scores."""
+
+    output: Array  # (*batch, Hkv, G, Lq, Dv), of the forward pass
+    lse: Array  # (*batch, Hkv, G, Lq)
+    d_output: Array  # as output
+    d_lse: Array | None  # as lse
+
+    def part(self, index: plan.Index) -> Cotangents:
+        return Cotangents(
+            plan.take(self.output, index),
+            plan.take(self.lse, index),
+            plan.take(self.d_output, index),
+            plan.take(self.d_lse, index),
+        )
+
+
+def row_gradients(
+    part: Part,
+    rows: tuple[int, int],
+    block_k: int,
+    given: Cotangents,
+    emit: Emit,
+    *,
+    careful: bool,
+) -> tuple[Array, Array | None]:
+    """Emit the gradients of keys, values and bias; return those of the query and the sinks.
+
+    `given` belongs to the part. Without `careful`, inputs are taken to be finite: what is not
+    comes out as a gradient that is not finite either.
+    """
+    call, backend = part.call, part.call.backend
+    problem, xp, ops = call.problem, backend.xp, backend.ops
+    dtype = backend.dtype(problem.compute_dtype)
+    here = slice(*rows)
+    lse = xp.expand_dims(given.lse[..., here], axis=-1)
+    d_output = given.d_output[..., here, :]
+    if careful:
+        # Nothing comes back through a row that attends nothing.
+        d_output = xp.where(lse == _NEG_INF, 0.0, d_output)
+    inner = xp.sum(d_output * given.output[..., here, :], axis=-1, keepdims=True)
+    if given.d_lse is not None:
+        inner = inner - xp.expand_dims(given.d_lse[..., here], axis=-1)
+    shift = tile.finite_shift(xp, lse)
+
+    query = backend.astype(part.query[..., here, :], dtype)
+    query, late_scale = scale_query(backend, query, problem)
+    plain_query = finite_or_zero(xp, query) if careful else query
+    d_query = xp.zeros(
+        (*part.lead, rows[1] - rows[0], problem.width), dtype=dtype, device=call.device
+    )
+    row_numbers = xp.reshape(backend.arange(*rows, call.device), (-1, 1))
+    keys_of_rows = part.keys_of_rows(row_numbers)
+    share = 1.0 / (1.0 - problem.dropout_rate) if problem.dropout_rate < 1.0 else 0.0
+
+    found = plan.reach(part.limits, rows, problem.key_length)
+    for columns in plan.tiles(found, block_k, problem.key_length):
+        column_numbers = backend.arange(*columns, call.device)
+        raw_bias = masking.block(part.bias, rows, columns)
+        limits = Limits() if found.covers(*columns) else part.device_limits
+        allowed = masking.both(
+            [
+                *masking.within_limits(limits, row_numbers, column_numbers),
+                masking.block(part.mask, rows, columns),
+                masking.not_masked(raw_bias),
+            ]
+        )
+        key, value = part.tile_of("key", columns), part.tile_of("value", columns)
+        scores, slope = tile.capped_scores(
+            backend,
+            query,
+            key,
+            scale=late_scale,
+            softcap=problem.softcap,
+            allowed=allowed,
+            slope=True,
+        )
+        if raw_bias is not None:
+            scores = ops.add(scores, masking.bias_block(backend, raw_bias, dtype))
+        if allowed is not None:
+            scores = ops.select(scores, allowed, _NEG_INF)
+        weights = ops.exp(ops.subtract(scores, shift))
+        if careful:
+            key, value = finite_or_zero(xp, key), finite_or_zero(xp, value)
+            if allowed is not None:  # in a row whose lse is NaN
+                weights = ops.select(weights, allowed, 0.0)
+
+        d_weights = ops.scores(d_output, value, "d_weights")
+        used = weights
+        if keys_of_rows is not None:
+            kept = kept_pairs(keys_of_rows, column_numbers, problem.dropout_rate)
+            used = xp.where(kept, weights * share, 0.0)
+            d_weights = ops.select(ops.multiply(d_weights, share), kept, 0.0)
+        emit("value", columns, ops.transposed_product(used, d_output))
+        d_scores = ops.multiply(ops.subtract(d_weights, inner), weights)
+        if careful and allowed is not None:
+            d_scores = ops.select(d_scores, allowed, 0.0)
+        if part.bias is not None:
+            emit("bias", columns, d_scores)
+        if slope is not None:
+            d_scores = d_scores * slope
+        if late_scale != 1.0:
+            d_scores = d_scores * late_scale
+        emit("key", columns, ops.transposed_product(d_scores, plain_query))
+        d_query = ops.add(d_query, ops.product(d_scores, key))
+
+    d_sinks = None
+    if part.sinks is not None:
+        share_of_sink = xp.exp(part.sinks - shift)
+        # An infinite negative sink counts for nothing, whatever the row holds.
+        d_sinks = xp.where(share_of_sink == 0.0, 0.0, -(share_of_sink * inner))
+    early_scale = problem.scale if late_scale == 1.0 else 1.0
+    return ops.multiply(d_query, early_scale), d_sinks
+
+
+def finite_or_zero(xp: Any, array: Array) -> Array:
+    """Replace NaN and infinities by 0."""
+    return xp.where(xp.isfinite(array), array, 0.0)
+
+
+def sum_to(xp: Any, gradient: Array, shape: tuple[int, ...]) -> Array:
+    """Sum the axes along which an operand of this shape was broadcast."""
+    axes = tuple(
+        axis
+        for axis, (full, size) in enumerate(zip(gradient.shape, shape, strict=True))
+        if size == 1 and full != 1
+    )
+    return xp.sum(gradient, axis=axes, keepdims=True) if axes else gradient
