@@ -118,30 +118,31 @@ def _compare(console: Console, capture: Capture) -> bool:
     plain = _plain_float32(capture)
     allowed = TOLERATED * _distance(plain, exact)
     trials, absent = _trials(console, capture)
-    table = table_of(title="\nThe same call on every library", title_justify="left")
-    for heading in (
-        *("library", "device"),
-        *("error of output", "error of lse", "from NumPy's", "first call", "median call"),
-    ):
-        table.add_column(heading, justify="left" if heading in ("library", "device") else "right")
+    table = table_of(box=None, padding=(0, 2, 0, 0))
+    for heading in ("library", "device"):
+        table.add_column(heading, no_wrap=True)
+    for heading in ("error", "lse error", "to NumPy", "first ms", "later ms"):
+        table.add_column(heading, no_wrap=True, justify="right")
     wrong = []
     for trial in trials:
         error = _distance(trial.output, exact)
         if not error <= allowed:
             wrong.append(f"{trial.library.name} on {trial.library.device}")
         table.add_row(
-            f"{trial.library.name} {trial.library.version}",
+            f"{trial.library.name} {trial.library.version.partition('+')[0]}",
             trial.library.device,
             f"{error:.1e}",
             f"{_distance(trial.lse, exact_lse):.1e}",
             f"{_distance(trial.output, trials[0].output):.1e}",
-            f"{trial.first_ms:.1f} ms",
-            f"{trial.median_ms:.2f} ms",
+            f"{trial.first_ms:.1f}",
+            f"{trial.median_ms:.1f}",
         )
+    console.print("\n[bold]The same call on every library[/]")
     console.print(table)
     console.print(
-        "Errors are the largest differences from the plain formula in float64. That formula in "
-        f"float32 errs by {_distance(plain, exact):.1e} itself.",
+        "Errors are the largest differences from the plain formula in float64, which errs by "
+        f"{_distance(plain, exact):.1e} itself where it is computed in float32. Times are of the "
+        "first call and the median of five more.",
         soft_wrap=True,
     )
     for reason in absent:

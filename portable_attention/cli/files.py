@@ -178,7 +178,7 @@ def write_arrays(path: Path, arrays: Mapping[str, Array], about: Mapping[str, st
 
 
 def _save_npz(path: Path, arrays: Arrays) -> None:
-    with path.open("xb") as file:  # savez would add its own extension to a path
+    with path.open("wb") as file:  # savez would add its own extension to a path
         np.savez(file, allow_pickle=False, **arrays)
 
 
@@ -186,7 +186,10 @@ def _replace(path: Path, write: Callable[[Path], object]) -> None:
     target = path.resolve()  # through a symbolic link, not in place of it
     part = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
     try:
+        part.touch(exist_ok=False)
+        mode = part.stat().st_mode  # what the umask gives; safetensors would make it private
         write(part)
+        part.chmod(mode)
         part.replace(target)
     except Exception as error:
         raise CommandError(

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import numpy as np
 
+import portable_attention
 from portable_attention import attention
 from portable_attention.cli.errors import CommandError
 from portable_attention.cli.oracle import exact_attention
@@ -25,7 +26,7 @@ PROBE: Final = 16384  # 1/64 of the scores, by which the time of all of them is 
 
 def in_own_process(seconds: float) -> dict[str, Any]:
     """Return what `measure` finds in a fresh process, where nothing else takes memory."""
-    source = str(Path(__file__).resolve().parents[2])
+    source = str(Path(portable_attention.__file__).resolve().parents[1])
     paths = [source, *filter(None, [os.environ.get("PYTHONPATH")])]
     done = subprocess.run(
         [sys.executable, "-m", "portable_attention.cli.long_head", str(seconds)],

@@ -207,18 +207,22 @@ def _shown(parts: list[Call]) -> Iterator[Call]:
 
 
 def _about(where: str, call: Call) -> dict[str, str]:
-    """Return what a reader of the output should know, as strings."""
+    """Return what a reader of the output should know, as one string of JSON.
+
+    One, since safetensors writes several in an order that changes from run to run.
+    """
     options = {
         name: _told(value)
         for name, value in call.items()
         if name not in _INPUTS and value is not None and value is not False
     }
-    return {
+    about = {
         "made_by": f"portable-attention {__version__} run",
         "computed_by": where,
-        "options": json.dumps(options),
+        "options": options,
         "lse": "natural logarithm of the softmax denominator",
     }
+    return {"portable_attention": json.dumps(about)}
 
 
 def _told(value: Any) -> Any:
