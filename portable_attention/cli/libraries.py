@@ -71,6 +71,7 @@ def devices_of(name: str) -> list[str]:
         except cupy.cuda.runtime.CUDARuntimeError:
             return []
     if name == "strict":
+        _load("array_api_strict")
         return ["CPU_DEVICE"]
     return ["cpu"]
 

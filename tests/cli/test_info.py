@@ -19,7 +19,7 @@ def told(capsys):
 
     def told():
         assert main(["info"]) == 0
-        sections = {}
+        sections, title = {}, ""
         for line in capsys.readouterr().out.splitlines():
             if line.startswith("  "):
                 name, _, text = line.strip().partition(" ")
