@@ -34,7 +34,7 @@ def draw_png(path: Path, weights: Float64, tokens: Sequence[str], head: int, tit
     figure = Figure(figsize=(17, 11), layout="constrained")
     figure.suptitle(title)
     grid = figure.add_gridspec(1, 2, width_ratios=(2.2, 1))
-    left, right = (figure.add_subfigure(cell) for cell in grid)
+    left, right = (figure.add_subfigure(grid[side]) for side in range(2))
     large = left.subplots()
     # The square root shows the weak weights beside the strong ones.
     image = large.imshow(np.sqrt(weights[head]), cmap="magma", interpolation="nearest")

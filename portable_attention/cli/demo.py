@@ -117,17 +117,20 @@ def _compare(console: Console, capture: Capture) -> bool:
     )
     plain = _plain_float32(capture)
     allowed = TOLERATED * _distance(plain, exact)
-    trials, absent = _trials(console, capture)
+    trials, failed, absent = _trials(console, capture)
     table = table_of(box=None, padding=(0, 2, 0, 0))
     for heading in ("library", "device"):
         table.add_column(heading, no_wrap=True)
     for heading in ("error", "lse error", "to NumPy", "first ms", "later ms"):
         table.add_column(heading, no_wrap=True, justify="right")
-    wrong = []
+    wrong = list(failed)
     for trial in trials:
         error = _distance(trial.output, exact)
         if not error <= allowed:
-            wrong.append(f"{trial.library.name} on {trial.library.device}")
+            wrong.append(
+                f"{trial.library.name} on {trial.library.device}: error {error:.1e} is above "
+                f"{allowed:.1e}"
+            )
         table.add_row(
             f"{trial.library.name} {trial.library.version.partition('+')[0]}",
             trial.library.device,
@@ -147,29 +150,35 @@ def _compare(console: Console, capture: Capture) -> bool:
     )
     for reason in absent:
         console.print(f"not run: {reason}", soft_wrap=True, markup=False)
-    if wrong:
-        console.print(f"[bold red]WRONG[/]: {', '.join(wrong)}: error above {allowed:.1e}")
+    for fault in wrong:
+        console.print("[bold red]WRONG[/]:", require("rich.text").Text(fault), soft_wrap=True)
     return not wrong
 
 
-def _trials(console: Console, capture: Capture) -> tuple[list[Trial], list[str]]:
-    """Return what each library made of the capture, and why the others were not run."""
+def _trials(console: Console, capture: Capture) -> tuple[list[Trial], list[str], list[str]]:
+    """Return what each library made of the capture, who failed, and who was not run, and why."""
     trials: list[Trial] = []
+    failed: list[str] = []
     absent: list[str] = []
     for name in NAMES:
         with console.status(f"{name} ..."):
             try:
-                devices = devices_of(name)
-                if not devices:
-                    absent.append(f"{name} is installed, but has no device on this machine")
-                trials.extend(_trial(open_library(name, device), capture) for device in devices)
+                libraries = [open_library(name, device) for device in devices_of(name)]
             except CommandError as error:
                 absent.append(str(error))
-    return trials, absent
+                continue
+            if not libraries:
+                absent.append(f"{name} is installed, but has no device on this machine")
+            for library in libraries:
+                try:
+                    trials.append(_trial(library, capture))
+                except Exception as error:  # the other libraries still have their say
+                    failed.append(f"{name} on {library.device}: {type(error).__name__}: {error}")
+    return trials, failed, absent
 
 
 def _trial(library: Library, capture: Capture) -> Trial:
-    with library.scope():
+    with library.scope(False):
         arrays = [library.from_numpy(a) for a in (capture.query, capture.key, capture.value)]
         times: list[float] = []
         while len(times) < 6:

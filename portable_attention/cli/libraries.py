@@ -32,7 +32,8 @@ class Library:
     from_numpy: Callable[[NDArray[Any]], Any]
     to_numpy: Callable[[Any], NDArray[Any]]
     wait: Callable[[Any], object]  # until an array that the library returned is computed
-    scope: Callable[[], AbstractContextManager[Any]] = nullcontext  # to be computed within
+    # What to compute within, by whether float64 takes part.
+    scope: Callable[[bool], AbstractContextManager[Any]] = lambda wide: nullcontext()
 
 
 def open_library(name: str, device: str | None = None) -> Library:
@@ -166,7 +167,7 @@ def _jax(device: str | None) -> Library:
         lambda array: jax.device_put(array, place),
         np.asarray,
         lambda array: array.block_until_ready(),
-        lambda: x64(True),
+        lambda wide: x64(True) if wide else nullcontext(),
     )
 
 
@@ -186,7 +187,7 @@ def _cupy(device: str | None) -> Library:
         cupy.asarray,
         cupy.asnumpy,
         lambda array: cupy.cuda.get_current_stream().synchronize(),
-        lambda: cupy.cuda.Device(place.id),
+        lambda wide: cupy.cuda.Device(place.id),
     )
 
 

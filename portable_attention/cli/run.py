@@ -144,7 +144,8 @@ def _on_library(args: Namespace, library: Library, call: Call) -> tuple[Array, A
         output, lse = attention(**native, **options, engine=engine, return_lse=True)
         return library.to_numpy(output), library.to_numpy(lse)
 
-    with library.scope(), _plain_errors():
+    wide = any(call[name] is not None and call[name].dtype == np.float64 for name in _ARRAYS)
+    with library.scope(wide), _plain_errors():
         # The same for every slice, and so moved to the device once.
         kept = {
             name: library.from_numpy(call[name])

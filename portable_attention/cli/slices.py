@@ -54,7 +54,12 @@ def slices_of(
     size = _slice_rows(call, rows, keys, scores_per_slice)
     if size >= rows:
         return [dict(call)]
-    return [_slice(call, offset, start, min(rows, start + size)) for start in range(0, rows, size)]
+    # A short rest goes with the slice before it: few rows may take another path than many.
+    starts = [start for start in range(0, rows, size) if rows - start >= ROWS_MULTIPLE]
+    return [
+        _slice(call, offset, start, stop)
+        for start, stop in zip(starts, [*starts[1:], rows], strict=True)
+    ]
 
 
 def _resolved_offset(call: Mapping[str, Any], rows: int, keys: int) -> Any:

@@ -132,6 +132,20 @@ def test_wrong_answer_is_told_and_is_the_exit_status(monkeypatch, short, capsys)
     assert "WRONG: numpy on cpu" in capsys.readouterr().out
 
 
+def test_library_that_fails_is_told_and_stops_no_other(monkeypatch, short, capsys):
+    def fails_on_strict(query, *args, **kwargs):
+        if not isinstance(query, np.ndarray):
+            raise RuntimeError("out of [order]")
+        return attention(query, *args, **kwargs)
+
+    monkeypatch.setattr(demo, "NAMES", ("numpy", "strict"))
+    monkeypatch.setattr(demo, "attention", fails_on_strict)
+    assert main(["demo"]) == 1
+    said = capsys.readouterr().out
+    assert "WRONG: strict on CPU_DEVICE: RuntimeError: out of [order]" in said
+    assert "numpy on cpu" not in said
+
+
 def test_nan_is_a_wrong_answer(monkeypatch, short, capsys):
     def wrong(*args, **kwargs):
         output, lse = attention(*args, **kwargs)

@@ -66,7 +66,7 @@ def test_slices_give_the_rows_of_the_whole(bare, name, layout):
         bare = {name: array.swapaxes(1, 2) for name, array in bare.items()}
     call = {**bare, **OPTIONS[name], "layout": layout}
     parts = cut(call)
-    assert len(parts) == (1 if name == "far offset" else 5)
+    assert len(parts) == (1 if name == "far offset" else 4)  # 2, 2, 2 and 3 of 9 rows
     given = together(lambda part: attention(**part, return_lse=True), parts)
     for one, whole in zip(given, attention(**call, return_lse=True), strict=True):
         np.testing.assert_allclose(one, whole, rtol=1e-5, atol=1e-6)
@@ -141,7 +141,7 @@ def test_the_default_tiles_are_not_cut():
     call = {"query": query, "key": key, "value": value, "causal": True}
     slices.ROWS_MULTIPLE = 1024
     parts = cut(call, 5_000_000)
-    assert [len(part["query"][0]) for part in parts] == [2048, 2048, 904]
+    assert [len(part["query"][0]) for part in parts] == [2048, 2952]
     given = together(lambda part: attention(**part, return_lse=True), parts)
     for one, whole in zip(given, attention(**call, return_lse=True), strict=True):
         np.testing.assert_array_equal(one, whole)
