@@ -64,7 +64,8 @@ def draw_terminal(
     part = np.sqrt(weights[head, :shown, :shown])
     levels = np.rint(part / part.max() * (len(_SHADES) - 1)).astype(int)
     cut = f" (the first {shown} of {len(tokens)} tokens)" if shown < len(tokens) else ""
-    console.print(Text(f"{title}, head {head}: a row is a query, a column is a key{cut}"))
+    legend = f"{title}, head {head}: a row is a query, a column is a key{cut}"
+    console.print(Text(legend), soft_wrap=True)
     for token, row in zip(tokens[:shown], levels.tolist(), strict=True):
         line = Text(token[:_LABEL].rjust(_LABEL) + " ", no_wrap=True)
         for level in row:

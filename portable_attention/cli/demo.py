@@ -30,10 +30,13 @@ Array = NDArray[Any]
 
 PICTURE: Final = Path("portable-attention-map.png")
 HEAD: Final = 9  # a head that looks for the same word elsewhere
-LONG_SECONDS: Final = 11.0  # for the long head; with all the rest, half a minute is kept
+# The whole demonstration keeps within half a minute. What follows the long head, and what its
+# process does besides, took 5 s on two cores of an AMD EPYC; a slower machine may take twice that.
+SECONDS_BEFORE_LAST: Final = 17.0
 # A sum of 32-bit roundings varies with its order: twice the error of the plain formula is no
 # fault, ten times is.
 TOLERATED: Final = 10.0
+LONG_TOLERATED: Final = 2e-5  # ten times what was measured, relative to the largest of a row
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,7 @@ def load_capture() -> Capture:
 
 def demo(args: Namespace) -> int:
     """Run the demonstration and return 0, or 1 where an answer was wrong."""
+    started = time.perf_counter()
     _check_picture(args.picture, args.terminal)
     console: Console = require("rich.console").Console(highlight=False)
     capture = load_capture()
@@ -90,7 +94,8 @@ def demo(args: Namespace) -> int:
     for text in json.loads(capture.about["texts"]):
         console.print(f"  {text}", soft_wrap=True)
     right = _compare(console, capture)
-    right = _show_long_head(console) and right
+    left = max(2.0, SECONDS_BEFORE_LAST - (time.perf_counter() - started))
+    right = _show_long_head(console, left) and right
     _show_picture(console, capture, args.picture, args.terminal)
     return 0 if right else 1
 
@@ -205,17 +210,21 @@ def _distance(one: Array, other: Array) -> float:
     return float(np.abs(one.astype(np.float64) - other).max())
 
 
-def _show_long_head(console: Console) -> bool:
+def _show_long_head(console: Console, seconds: float) -> bool:
     """Print what the long head took; return whether its answer is right."""
     with console.status(f"a causal head of {long_head.LENGTH} tokens on NumPy ..."):
-        found = long_head.in_own_process(LONG_SECONDS)
+        found = long_head.in_own_process(seconds)
     length, rows, width = found["length"], found["rows"], found["width"]
-    console.print(f"\n[bold]A causal head of {length} tokens on NumPy[/], width {width}, float32")
+    console.print(
+        f"\n[bold]A causal head of {length} tokens on NumPy[/]: random normal "
+        f"numbers, width {width}, float32",
+        soft_wrap=True,
+    )
     if rows == length:
         done = f"all {length} queries, each against every key up to its own"
     else:
         done = (
-            f"on this machine all {length} queries would take more than {LONG_SECONDS:.0f} s: "
+            f"on this machine all {length} queries would take more than {seconds:.0f} s: "
             f"the last {rows} of them, each against every key up to its own"
         )
     console.print(f"  {done}: {found['seconds']:.1f} s", soft_wrap=True)
@@ -225,10 +234,10 @@ def _show_long_head(console: Console) -> bool:
         f"({found['meter']});\n  the scores alone would be {4 * rows * length / 1e9:.1f} GB",
         soft_wrap=True,
     )
-    right: bool = found["error"] <= 1e-5
+    right: bool = found["error"] <= LONG_TOLERATED
     console.print(
-        f"  error of four of its rows against the float64 oracle: {found['error']:.1e}"
-        + ("" if right else " [bold red]WRONG[/]: above 1e-5")
+        f"  four of its rows against the float64 oracle: relative error {found['error']:.1e}"
+        + ("" if right else f" [bold red]WRONG[/]: above {LONG_TOLERATED:.0e}")
     )
     return right
 
