@@ -21,7 +21,16 @@ _PACKAGES: Final = (
     *("array-api-strict", "ml_dtypes", "safetensors", "rich", "matplotlib"),
 )
 _ENVIRONMENT: Final = (
-    *("OMP_", "OPENBLAS_", "GOTO_", "MKL_", "BLIS_", "VECLIB_", "KMP_", "CUDA_VISIBLE_DEVICES"),
+    *(
+        "OMP_",
+        "OPENBLAS_",
+        "GOTO_",
+        "MKL_",
+        "BLIS_",
+        "VECLIB_",
+        "KMP_AFFINITY",
+        "CUDA_VISIBLE_DEVICES",
+    ),
     *("JAX_", "XLA_", "PYTORCH_", "TORCH_", "PYTHONDEVMODE", "SCIPY_ARRAY_API"),
 )
 

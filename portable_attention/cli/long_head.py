@@ -43,11 +43,12 @@ def in_own_process(seconds: float) -> dict[str, Any]:
 
 
 def measure(seconds: float, length: int = LENGTH, probe: int = PROBE) -> dict[str, Any]:
-    """Compute a causal head, all of it if that takes `seconds` or less, and measure it.
+    """Compute a causal head, all of it if `seconds` allow, and measure it.
 
     On a machine that would take longer, the last queries alone read all the keys, as many of
-    them as fit; ``rows`` in the answer tells.
+    them as fit into the time; ``rows`` in the answer tells. The time counts from the call.
     """
+    began = time.perf_counter()
     generator = np.random.default_rng(0)
     query, key, value = (
         generator.standard_normal((length, WIDTH), dtype=np.float32) for _ in range(3)
@@ -60,7 +61,8 @@ def measure(seconds: float, length: int = LENGTH, probe: int = PROBE) -> dict[st
         started = time.perf_counter()
         attention(*short, causal=True)
         probed = time.perf_counter() - started
-    rows = rows_within(seconds, probed / (probe * probe / 2), length)
+    per_score = probed / (probe * probe / 2)
+    rows = rows_within(seconds - (time.perf_counter() - began), per_score, length)
 
     started = time.perf_counter()
     output = attention(query[length - rows :], key, value, causal=True, query_offset="end")
@@ -79,6 +81,7 @@ def measure(seconds: float, length: int = LENGTH, probe: int = PROBE) -> dict[st
         "length": length,
         "width": WIDTH,
         "rows": rows,
+        "foretold": per_score * length * length / 2,
         "seconds": taken,
         "inputs": query.nbytes + key.nbytes + value.nbytes,
         "output": output.nbytes,
@@ -90,7 +93,7 @@ def measure(seconds: float, length: int = LENGTH, probe: int = PROBE) -> dict[st
 
 def rows_within(seconds: float, seconds_per_score: float, length: int) -> int:
     """Return how many of the last rows of a causal head can be computed in a time."""
-    scores = seconds / seconds_per_score
+    scores = max(0.0, seconds) / seconds_per_score
     if scores >= length * length / 2:
         return length
     # n rows that end at the last key have n * length - n * n / 2 scores.

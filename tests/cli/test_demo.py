@@ -187,12 +187,13 @@ def test_slow_machine_takes_the_last_rows():
     scores = rows * length - rows * rows / 2
     assert 1.8e9 < scores <= 2e9
     assert long_head.rows_within(1e-9, 1.0, length) == 1024
+    assert long_head.rows_within(-3, 1.0, length) == 1024
 
 
 def test_part_of_the_long_head_is_told_and_right(monkeypatch, short, capsys):
     monkeypatch.setattr(long_head, "rows_within", lambda *_: 1024)
     assert main(["demo"]) == 0
-    assert "the last 1024 of them" in capsys.readouterr().out
+    assert "only the last 1024 of them" in capsys.readouterr().out
 
 
 def test_long_head_that_dies_is_told(monkeypatch, tmp_path, capsys):
