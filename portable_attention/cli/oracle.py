@@ -115,7 +115,7 @@ def _column(counts: int | NDArray[Any]) -> NDArray[np.int64]:
     if isinstance(counts, int):
         counts = max(-_FAR, min(_FAR, counts))
     elif counts.dtype.kind == "u":
-        counts = np.minimum(counts, _FAR)
+        counts = np.minimum(counts.astype(np.uint64), np.uint64(_FAR))
     near = np.clip(np.asarray(counts, dtype=np.int64), -_FAR, _FAR)
     return near[..., None, None, None]
 

@@ -34,6 +34,14 @@ def test_random_calls(first, scores_at_once, monkeypatch):
             )
 
 
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int64", "uint64"])
+def test_counts_of_any_integer_dtype(dtype):
+    inputs = dict.fromkeys(("query", "key", "value"), np.ones((2, 1, 3, 2)))
+    given = np.array([3, 1], dtype=dtype)
+    _, lse = cli_oracle.exact_attention(**inputs, key_lengths=given, scale=0.0)
+    np.testing.assert_allclose(lse[:, 0, 0], np.log([3, 1]), atol=1e-15)
+
+
 def test_positions_beyond_every_integer():
     inputs = dict.fromkeys(("query", "key", "value"), np.ones((3, 2)))
     far = 2**80
