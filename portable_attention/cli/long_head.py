@@ -24,12 +24,12 @@ WIDTH: Final = 32  # that of the model's heads
 PROBE: Final = 16384  # 1/64 of the scores, by which the time of all of them is foretold
 
 
-def in_own_process(seconds: float) -> dict[str, Any]:
+def in_own_process(until: float) -> dict[str, Any]:
     """Return what `measure` finds in a fresh process, where nothing else takes memory."""
     source = str(Path(portable_attention.__file__).resolve().parents[1])
     paths = [source, *filter(None, [os.environ.get("PYTHONPATH")])]
     done = subprocess.run(
-        [sys.executable, "-m", "portable_attention.cli.long_head", str(seconds)],
+        [sys.executable, "-m", "portable_attention.cli.long_head", str(until)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
         capture_output=True,
         text=True,
@@ -42,13 +42,13 @@ def in_own_process(seconds: float) -> dict[str, Any]:
     return found
 
 
-def measure(seconds: float, length: int = LENGTH, probe: int = PROBE) -> dict[str, Any]:
-    """Compute a causal head, all of it if `seconds` allow, and measure it.
+def measure(until: float, length: int = LENGTH, probe: int = PROBE) -> dict[str, Any]:
+    """Compute a causal head, all of it if that is done by the time `until`, and measure it.
 
     On a machine that would take longer, the last queries alone read all the keys, as many of
-    them as fit into the time; ``rows`` in the answer tells. The time counts from the call.
+    them as fit into the time; ``rows`` in the answer tells. The time is that of `time.time`,
+    which is the same in every process.
     """
-    began = time.perf_counter()
     generator = np.random.default_rng(0)
     query, key, value = (
         generator.standard_normal((length, WIDTH), dtype=np.float32) for _ in range(3)
@@ -62,7 +62,7 @@ def measure(seconds: float, length: int = LENGTH, probe: int = PROBE) -> dict[st
         attention(*short, causal=True)
         probed = time.perf_counter() - started
     per_score = probed / (probe * probe / 2)
-    rows = rows_within(seconds - (time.perf_counter() - began), per_score, length)
+    rows = rows_within(until - time.time(), per_score, length)
 
     started = time.perf_counter()
     output = attention(query[length - rows :], key, value, causal=True, query_offset="end")

