@@ -63,7 +63,7 @@ def attention_vjp(
     engine: str = "auto",
     block_size: tuple[int, int] | None = None,
 ) -> tuple[Any, Pullback]:
-    """Compute attention, and a function that turns gradients of the output into those of the inputs.
+    """Compute attention, and a function that pulls gradients of the output back to the inputs.
 
     The weights are made again tile by tile, so memory stays linear in the lengths, and what is
     masked is not felt: gradients through masked pairs and empty rows are exactly 0.
@@ -76,9 +76,9 @@ def attention_vjp(
         As `attention` returns it.
     pullback : function
         ``pullback(d_output, d_lse=None)`` takes the gradient of a scalar by the output, and
-        optionally by the lse, both in the shapes of these, and returns `Gradients`: the gradients of
-        that scalar by query, key, value, bias and sinks. Axes along which an argument was broadcast
-        are summed. It may be called any number of times, with the same bits.
+        optionally by the lse, both in the shapes of these, and returns `Gradients`: the gradients
+        of that scalar by query, key, value, bias and sinks. Axes along which an argument was
+        broadcast are summed. It may be called any number of times, with the same bits.
 
     Raises
     ------

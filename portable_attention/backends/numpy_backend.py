@@ -111,7 +111,7 @@ class HostOps(Ops):
 
 def _reused(target: Array, other: Array | float) -> Array | None:
     """Return `target`, or None where the result is larger: the batch may be that of `other`."""
-    shape = np.shape(other)
+    shape: tuple[int, ...] = np.shape(other)
     fits = len(shape) <= target.ndim and all(
         size in (1, full)
         for size, full in zip(reversed(shape), reversed(target.shape), strict=False)

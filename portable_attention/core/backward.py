@@ -14,10 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from portable_attention.backends import Array
-from portable_attention.core import masking, plan, tile
-from portable_attention.core.dropout import kept as kept_pairs
-from portable_attention.core.eager import Part, scale_query
-from portable_attention.core.problem import Limits
+from portable_attention.core import plan, tile
+from portable_attention.core.eager import Part, Tile, scale_query
 
 _NEG_INF = float("-inf")
 
@@ -77,37 +75,11 @@ def row_gradients(
     d_query = xp.zeros(
         (*part.lead, rows[1] - rows[0], problem.width), dtype=dtype, device=call.device
     )
-    row_numbers = xp.reshape(backend.arange(*rows, call.device), (-1, 1))
-    keys_of_rows = part.keys_of_rows(row_numbers)
     share = 1.0 / (1.0 - problem.dropout_rate) if problem.dropout_rate < 1.0 else 0.0
 
-    found = plan.reach(part.limits, rows, problem.key_length)
-    for columns in plan.tiles(found, block_k, problem.key_length):
-        column_numbers = backend.arange(*columns, call.device)
-        raw_bias = masking.block(part.bias, rows, columns)
-        limits = Limits() if found.covers(*columns) else part.device_limits
-        allowed = masking.both(
-            [
-                *masking.within_limits(limits, row_numbers, column_numbers),
-                masking.block(part.mask, rows, columns),
-                masking.not_masked(raw_bias),
-            ]
-        )
-        key, value = part.tile_of("key", columns), part.tile_of("value", columns)
-        scores, slope = tile.capped_scores(
-            backend,
-            query,
-            key,
-            scale=late_scale,
-            softcap=problem.softcap,
-            allowed=allowed,
-            slope=True,
-        )
-        if raw_bias is not None:
-            scores = ops.add(scores, masking.bias_block(backend, raw_bias, dtype))
-        if allowed is not None:
-            scores = ops.select(scores, allowed, _NEG_INF)
-        weights = ops.exp(ops.subtract(scores, shift))
+    for met in part.tiles(rows, block_k):
+        columns, key, value, bias, allowed, kept = met
+        weights, slope = _weights(part, query, late_scale, met, shift)
         if careful:
             key, value = finite_or_zero(xp, key), finite_or_zero(xp, value)
             if allowed is not None:  # in a row whose lse is NaN
@@ -115,15 +87,14 @@ def row_gradients(
 
         d_weights = ops.scores(d_output, value, "d_weights")
         used = weights
-        if keys_of_rows is not None:
-            kept = kept_pairs(keys_of_rows, column_numbers, problem.dropout_rate)
+        if kept is not None:
             used = xp.where(kept, weights * share, 0.0)
             d_weights = ops.select(ops.multiply(d_weights, share), kept, 0.0)
         emit("value", columns, ops.transposed_product(used, d_output))
         d_scores = ops.multiply(ops.subtract(d_weights, inner), weights)
         if careful and allowed is not None:
             d_scores = ops.select(d_scores, allowed, 0.0)
-        if part.bias is not None:
+        if bias is not None:
             emit("bias", columns, d_scores)
         if slope is not None:
             d_scores = d_scores * slope
@@ -139,6 +110,27 @@ def row_gradients(
         d_sinks = xp.where(share_of_sink == 0.0, 0.0, -(share_of_sink * inner))
     early_scale = problem.scale if late_scale == 1.0 else 1.0
     return ops.multiply(d_query, early_scale), d_sinks
+
+
+def _weights(
+    part: Part, query: Array, late_scale: float, met: Tile, shift: Array
+) -> tuple[Array, Array | None]:
+    """Return the weights of a tile, from the lse, and the derivative of the softcap if there is."""
+    backend, ops = part.call.backend, part.call.backend.ops
+    scores, slope = tile.capped_scores(
+        backend,
+        query,
+        met.key,
+        scale=late_scale,
+        softcap=part.call.problem.softcap,
+        allowed=met.allowed,
+        slope=True,
+    )
+    if met.bias is not None:
+        scores = ops.add(scores, met.bias)
+    if met.allowed is not None:
+        scores = ops.select(scores, met.allowed, _NEG_INF)
+    return ops.exp(ops.subtract(scores, shift)), slope
 
 
 def finite_or_zero(xp: Any, array: Array) -> Array:

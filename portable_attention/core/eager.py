@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -14,6 +15,17 @@ from portable_attention.core import masking, plan, tile
 from portable_attention.core.dropout import kept as kept_pairs
 from portable_attention.core.dropout import row_keys
 from portable_attention.core.problem import Call, Limits, Problem
+
+
+class Tile(NamedTuple):
+    """What a block of rows meets in a block of keys; None where there is nothing to apply."""
+
+    columns: tuple[int, int]
+    key: Array
+    value: Array
+    bias: Array | None
+    allowed: Array | None
+    kept: Array | None
 
 
 @dataclass
@@ -98,11 +110,37 @@ class Part:
             backend.asarray(picked[1], device, "int32"),
         )
 
-    def keys_of_rows(self, rows: Array) -> tuple[Array, Array] | None:
-        """Return the dropout keys of rows (q, 1), or None without dropout."""
-        if self.call.seed is None:
-            return None
-        return row_keys(self.call.seed, *self.dropout_indices, rows)
+    def tiles(self, rows: tuple[int, int], block_k: int) -> Iterator[Tile]:
+        """Return the tiles of keys that a block of rows may attend."""
+        backend, problem = self.call.backend, self.call.problem
+        row_numbers = backend.xp.reshape(backend.arange(*rows, self.call.device), (-1, 1))
+        keys_of_rows = None
+        if self.call.seed is not None:
+            keys_of_rows = row_keys(self.call.seed, *self.dropout_indices, row_numbers)
+        found = plan.reach(self.limits, rows, problem.key_length)
+        for columns in plan.tiles(found, block_k, problem.key_length):
+            column_numbers = backend.arange(*columns, self.call.device)
+            bias = masking.block(self.bias, rows, columns)
+            limits = Limits() if found.covers(*columns) else self.device_limits
+            allowed = masking.both(
+                [
+                    *masking.within_limits(limits, row_numbers, column_numbers),
+                    masking.block(self.mask, rows, columns),
+                    masking.not_masked(bias),
+                ]
+            )
+            kept = None
+            if keys_of_rows is not None:
+                kept = kept_pairs(keys_of_rows, column_numbers, problem.dropout_rate)
+            dtype = backend.dtype(problem.compute_dtype)
+            yield Tile(
+                columns,
+                self.tile_of("key", columns),
+                self.tile_of("value", columns),
+                masking.bias_block(backend, bias, dtype),
+                allowed,
+                kept,
+            )
 
 
 def run(call: Call, dtype: Any) -> tuple[Array, Array]:
@@ -122,63 +160,48 @@ def run(call: Call, dtype: Any) -> tuple[Array, Array]:
     return assemble(backend, outputs, cuts), assemble(backend, lses, cuts)
 
 
-def attend_rows(part: Part, rows: tuple[int, int], block_k: int) -> tuple[Array, Array]:
+def attend_rows(
+    part: Part, rows: tuple[int, int], block_k: int, *, bounded: bool = False
+) -> tuple[Array, Array]:
     """Return the output and lse of a block of rows, exact whatever the inputs hold.
 
-    Both are in the dtype of the scores.
+    Both are in the dtype of the scores. `bounded` says that all finite scores are small.
     """
     call, backend = part.call, part.call.backend
     problem, xp = call.problem, backend.xp
     dtype = backend.dtype(problem.compute_dtype)
     query = backend.astype(part.query[..., slice(*rows), :], dtype)
     query, late_scale = scale_query(backend, query, problem)
-
-    row_numbers = xp.reshape(backend.arange(*rows, call.device), (-1, 1))
-    keys_of_rows = part.keys_of_rows(row_numbers)
     shape = (*part.lead, rows[1] - rows[0], 1)
-    state = tile.start(backend, shape, problem.value_width, query)
+    state = tile.start(backend, shape, problem.value_width, query, bounded=bounded)
     occupied: Any = False
     infinite: tuple[Array, Array] | None = None
 
-    found = plan.reach(part.limits, rows, problem.key_length)
-    for columns in plan.tiles(found, block_k, problem.key_length):
-        column_numbers = backend.arange(*columns, call.device)
-        raw_bias = masking.block(part.bias, rows, columns)
-        limits = Limits() if found.covers(*columns) else part.device_limits
-        allowed = masking.both(
-            [
-                *masking.within_limits(limits, row_numbers, column_numbers),
-                masking.block(part.mask, rows, columns),
-                masking.not_masked(raw_bias),
-            ]
-        )
-        kept = None
-        if keys_of_rows is not None:
-            kept = kept_pairs(keys_of_rows, column_numbers, problem.dropout_rate)
-        key, value = part.tile_of("key", columns), part.tile_of("value", columns)
+    for met in part.tiles(rows, block_k):
+        value = met.value
         if not part.finite_values:
-            infinite = _add_infinities(
-                backend,
-                infinite,
-                value,
-                masking.both([allowed, kept]),
-                (*shape[:-1], columns[1] - columns[0]),
-            )
+            attended = masking.both([met.allowed, met.kept])
+            size = met.columns[1] - met.columns[0]
+            infinite = _add_infinities(backend, infinite, value, attended, (*shape[:-1], size))
             value = xp.where(xp.isfinite(value), value, 0.0)
         scores = tile.tile_scores(
             backend,
             query,
-            key,
+            met.key,
             scale=late_scale,
             softcap=problem.softcap,
-            bias=masking.bias_block(backend, raw_bias, dtype),
-            allowed=allowed,
+            bias=met.bias,
+            allowed=met.allowed,
         )
-        state = tile.update(backend, state, scores, value, kept)
-        occupied = _any_allowed(xp, occupied, allowed)
+        state = tile.update(backend, state, scores, value, met.kept, bounded=bounded)
+        occupied = _any_allowed(xp, occupied, met.allowed)
 
     if occupied is False:
         occupied = xp.zeros(shape, dtype=xp.bool, device=call.device)
+    if bounded:
+        # Only a score of +inf makes an infinite sum here; its row is NaN.
+        overflown = xp.isinf(state.denominator)
+        state = state._replace(denominator=xp.where(overflown, float("nan"), state.denominator))
     output, lse = tile.finish(
         backend,
         state,

@@ -19,7 +19,7 @@ def run(call: Call, given: Cotangents) -> dict[str, Array]:
     problem, backend = call.problem, call.backend
     blocks, capacity = plan.batching(problem, backend.score_budget(call.device))
     cuts = plan.cuts((*problem.batch, problem.kv_heads), capacity)
-    totals: dict[str, dict[plan.Index, Array]] = {}
+    totals: dict[str, dict[Any, Array]] = {}
     operands = {"query": call.query, "key": call.key, "value": call.value}
     operands |= {name: getattr(call, name) for name in ("bias", "sinks")}
     operands = {name: array for name, array in operands.items() if array is not None}
@@ -59,14 +59,14 @@ def _chunk(part: Part, given: Cotangents, blocks: tuple[int, int]) -> dict[str, 
         backend.all_finite(array) for array in (part.query, part.key, part.value, given.d_output)
     ) or bool(xp.any(xp.isnan(given.lse)))
     strips = {"key": _Strip(part, "key"), "value": _Strip(part, "value")}
-    d_query, d_bias, d_sinks = [], [], None
-    shared_rows = part.bias is not None and part.bias.shape[-2] == 1
-    bias_strip = _Strip(part, "bias")
+    bias_strips: list[_Strip] = []
+    d_query, d_sinks = [], []
     for start in range(0, problem.query_length, block_q):
         rows = (start, min(start + block_q, problem.query_length))
-        if not shared_rows:
-            bias_strip = _Strip(part, "bias")
-        strips["bias"] = bias_strip
+        if part.bias is not None:
+            if not bias_strips or part.bias.shape[-2] != 1:
+                bias_strips.append(_Strip(part, "bias", rows[1] - rows[0]))
+            strips["bias"] = bias_strips[-1]
         query, sink = row_gradients(
             part,
             rows,
@@ -76,31 +76,27 @@ def _chunk(part: Part, given: Cotangents, blocks: tuple[int, int]) -> dict[str, 
             careful=careful,
         )
         d_query.append(query)
-        if part.bias is not None and not shared_rows:
-            d_bias.append(bias_strip.join(block_k, rows[1] - rows[0]))
-        if sink is not None:
+        if part.sinks is not None:
             shape = (*([1] * len(problem.batch)), *part.sinks.shape)
-            sink = sum_to(xp, sink, shape)
-            d_sinks = sink if d_sinks is None else d_sinks + sink
+            d_sinks.append(sum_to(xp, sink, shape))
     gradients = {
         "query": sum_to(xp, join(backend, d_query, -2), part.query.shape),
         "key": strips["key"].join(block_k),
         "value": strips["value"].join(block_k),
     }
-    if part.bias is not None:
-        if shared_rows:
-            d_bias = [bias_strip.join(block_k, 1)]
-        gradients["bias"] = join(backend, d_bias, -2)
-    if d_sinks is not None:
-        gradients["sinks"] = d_sinks
+    if bias_strips:
+        gradients["bias"] = join(backend, [strip.join(block_k) for strip in bias_strips], -2)
+    if d_sinks:
+        gradients["sinks"] = sum(d_sinks[1:], start=d_sinks[0])
     return gradients
 
 
 class _Strip:
     """The gradient of an operand along all keys, tile by tile, summed to the operand's shape."""
 
-    def __init__(self, part: Part, name: str) -> None:
+    def __init__(self, part: Part, name: str, rows: int = 0) -> None:
         self.part = part
+        self.rows = rows  # of a bias
         self.name = name
         self.operand = getattr(part, name)
         self.tiles: dict[Columns, Array] = {}
@@ -120,7 +116,7 @@ class _Strip:
         seen = self.tiles.get(columns)
         self.tiles[columns] = gradient if seen is None else seen + gradient
 
-    def join(self, block_k: int, rows: int = 0) -> Array:
+    def join(self, block_k: int) -> Array:
         """Return the whole strip, with zeros where no tile was visited."""
         call = self.part.call
         length = call.problem.key_length
@@ -133,8 +129,8 @@ class _Strip:
             if columns not in self.tiles:
                 shape = list(self.operand.shape)
                 shape[axis] = columns[1] - columns[0]
-                if self.name == "bias":
-                    shape[-2] = rows
+                if self.name == "bias" and shape[-2] != 1:
+                    shape[-2] = self.rows
                 dtype = call.backend.dtype(call.problem.compute_dtype)
                 options: dict[str, Any] = {"dtype": dtype, "device": call.device}
                 pieces.append(call.backend.xp.zeros(tuple(shape), **options))

@@ -17,9 +17,8 @@ from typing import Any
 import numpy as np
 
 from portable_attention.backends import Array
-from portable_attention.core import eager, masking, plan, tile
-from portable_attention.core.dropout import kept as kept_pairs
-from portable_attention.core.problem import Call, Limits
+from portable_attention.core import eager, plan, tile
+from portable_attention.core.problem import Call
 from portable_attention.core.threads import Task, run_tasks
 
 # exp(32) = 8e13 leaves room in float32 for sums over any number of keys.
@@ -95,40 +94,57 @@ class Heads(eager.Part):
         return np.ascontiguousarray(array[..., slice(*columns), :], self.dtype)
 
     @property
-    def largest_keys(self) -> Array:
-        """The largest norm of a head's keys, squared: (..., 1, 1)."""
-        return self._once("norms", self._find_largest_keys)
+    def largest_keys(self) -> tuple[Array, Array]:
+        """The largest norm of a head's keys, squared, and whether all are finite: (..., 1, 1)."""
+        found: tuple[Array, Array] = self._once("norms", self._find_largest_keys)
+        return found
 
-    def _find_largest_keys(self) -> Array:
-        largest = np.zeros((*self.key.shape[:-2], 1, 1), self.dtype)
+    def _find_largest_keys(self) -> tuple[Array, Array]:
         length = self.call.problem.key_length
-        for start in range(0, length, self.block_k):
-            keys = self.tile_of("key", (start, min(start + self.block_k, length)))
-            np.maximum(largest, _largest_norm(keys), out=largest)
-        return largest
+        found = [
+            _largest_norm(self.tile_of("key", (first, min(first + self.block_k, length))))
+            for first in range(0, length, self.block_k)
+        ]
+        shape = (*self.key.shape[:-2], 1, 1)
+        largest, finite = np.zeros(shape, self.dtype), np.ones(shape, bool)
+        for norm, whole in found:
+            np.maximum(largest, norm, out=largest)
+            finite &= whole
+        return largest, finite
 
 
-def _largest_norm(rows: Array) -> Array:
+def _largest_norm(rows: Array) -> tuple[Array, Array]:
+    """Return the largest norm of rows, squared, and whether all of them are finite: (..., 1, 1).
+
+    A row with NaN or infinities does not count. Where it is attended, the result is not finite
+    whatever is done here; where it is masked, it must not decide anything.
+    """
     squares = np.einsum("...d,...d->...", rows, rows)
-    return squares.max(axis=-1, initial=0.0)[..., np.newaxis, np.newaxis]
+    finite = np.isfinite(squares)
+    if not finite.all():
+        finite = np.isfinite(rows).all(axis=-1)
+        squares = np.where(finite, squares, 0.0)
+    axes = (..., np.newaxis, np.newaxis)
+    return squares.max(axis=-1, initial=0.0)[axes], finite.all(axis=-1)[axes]
 
 
 def _attend(heads: Heads, rows: tuple[int, int], output: Array, lse: Array) -> None:
     """Write the results of a block of rows, for all heads of a chunk."""
     problem, backend = heads.call.problem, heads.call.backend
-    dtype = heads.dtype
-    query = np.array(heads.query[..., slice(*rows), :], dtype, order="C")
+    query = np.array(heads.query[..., slice(*rows), :], heads.dtype, order="C")
     query, late_scale = eager.scale_query(backend, query, problem)
 
     bounded = False
     # Scores that are known to be finite are -inf only where they are masked.
     finite: Any = False
     if problem.query_length >= _ROWS_FOR_BOUND:
-        bound = np.sqrt(_largest_norm(query) * heads.largest_keys) * abs(late_scale)
-        finite = bound < _FINITE_SCORE
+        norm, finite_rows = _largest_norm(query)
+        key_norm, finite_keys = heads.largest_keys
+        bound = np.sqrt(norm) * np.sqrt(key_norm) * abs(late_scale)
         small = bound <= _SMALL_SCORE
+        finite = (bound < _FINITE_SCORE) & finite_rows & finite_keys
         if problem.softcap is not None and problem.softcap <= _SMALL_SCORE:
-            small = finite
+            small = bound < _FINITE_SCORE
         if heads.bias is None:
             bounded = bool(small.all())
             if not bounded and small.any():
@@ -136,65 +152,10 @@ def _attend(heads: Heads, rows: tuple[int, int], output: Array, lse: Array) -> N
                     _attend(single, rows, output, lse)
                 return
     place = (*heads.index, slice(*rows))
-    found, logarithm, suspect = _attend_fast(heads, rows, query, late_scale, bounded, finite)
-    output[place], lse[place] = found, logarithm
-    if suspect.any():
-        for single, wrong in zip(heads.singles(), suspect.ravel(), strict=True):
-            if wrong:
-                place = (*single.index, slice(*rows))
-                output[place], lse[place] = eager.attend_rows(single, rows, heads.block_k)
-
-
-def _attend_fast(
-    heads: Heads,
-    rows: tuple[int, int],
-    query: Array,
-    late_scale: float,
-    bounded: bool,
-    finite: Any,
-) -> tuple[Array, Array, Array]:
-    """Return output and lse of a block of rows, and which heads (*batch, Hkv, G) must be redone."""
-    call, backend = heads.call, heads.call.backend
-    problem = call.problem
-    row_numbers = np.arange(*rows, dtype=np.int32)[:, np.newaxis]
-    keys_of_rows = heads.keys_of_rows(row_numbers)
-    shape = (*heads.lead, rows[1] - rows[0], 1)
-    state = tile.start(
-        backend, shape, problem.value_width, query, 0.0 if bounded else float("-inf")
-    )
-    found = plan.reach(heads.limits, rows, problem.key_length)
-    for columns in plan.tiles(found, heads.block_k, problem.key_length):
-        column_numbers = np.arange(*columns, dtype=np.int32)
-        raw_bias = masking.block(heads.bias, rows, columns)
-        limits = Limits() if found.covers(*columns) else heads.limits
-        allowed = masking.both(
-            [
-                *masking.within_limits(limits, row_numbers, column_numbers),
-                masking.block(heads.mask, rows, columns),
-                masking.not_masked(raw_bias),
-            ]
-        )
-        kept = None
-        if keys_of_rows is not None:
-            kept = kept_pairs(keys_of_rows, column_numbers, problem.dropout_rate)
-        key, value = heads.tile_of("key", columns), heads.tile_of("value", columns)
-        scores = tile.tile_scores(
-            backend,
-            query,
-            key,
-            scale=late_scale,
-            softcap=problem.softcap,
-            bias=masking.bias_block(backend, raw_bias, heads.dtype),
-            allowed=None if bounded else allowed,
-        )
-        if bounded:
-            state = tile.update_bounded(backend, state, scores, value, allowed=allowed, kept=kept)
-        else:
-            state = tile.update(backend, state, scores, value, kept)
-
+    state = _attend_fast(heads, rows, query, late_scale, bounded)
     denominator = state.denominator
     empty = denominator == 0.0 if bounded else state.maximum == float("-inf")
-    output, lse = tile.finish(
+    output[place], lse[place] = tile.finish(
         backend,
         state,
         occupied=~empty if empty.any() else None,
@@ -202,6 +163,43 @@ def _attend_fast(
         keep_rate=1.0 - problem.dropout_rate,
     )
     doubtful = (denominator < _SMALL_DENOMINATOR) & ~empty if bounded else empty & ~finite
-    fine = np.isfinite(denominator) & ~doubtful
-    suspect = ~(fine.all(axis=(-1, -2)) & np.isfinite(state.accumulator).all(axis=(-1, -2)))
-    return output, lse, suspect
+    doubtful = doubtful.any(axis=(-1, -2))
+    wrong = ~np.isfinite(denominator).all(axis=(-1, -2))
+    wrong |= ~np.isfinite(state.accumulator).all(axis=(-1, -2))
+    if (doubtful | wrong).any():
+        each = zip(heads.singles(), doubtful.ravel(), wrong.ravel(), strict=True)
+        for single, out_of_bounds, not_finite in each:
+            if out_of_bounds or not_finite:
+                place = (*single.index, slice(*rows))
+                output[place], lse[place] = eager.attend_rows(
+                    single, rows, heads.block_k, bounded=bounded and not out_of_bounds
+                )
+
+
+def _attend_fast(
+    heads: Heads, rows: tuple[int, int], query: Array, late_scale: float, bounded: bool
+) -> tile.SoftmaxState:
+    """Return the state of a block of rows, taking the inputs to be finite."""
+    problem, backend = heads.call.problem, heads.call.backend
+    shape = (*heads.lead, rows[1] - rows[0], 1)
+    state = tile.start(backend, shape, problem.value_width, query, bounded=bounded)
+    for met in heads.tiles(rows, heads.block_k):
+        scores = tile.tile_scores(
+            backend,
+            query,
+            met.key,
+            scale=late_scale,
+            softcap=problem.softcap,
+            bias=met.bias,
+            allowed=None if bounded else met.allowed,
+        )
+        state = tile.update(
+            backend,
+            state,
+            scores,
+            met.value,
+            met.kept,
+            allowed=met.allowed if bounded else None,
+            bounded=bounded,
+        )
+    return state

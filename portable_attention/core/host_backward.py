@@ -92,7 +92,7 @@ class _Turns:
             self._waiting[number] = sums
             while self._next in self._waiting:
                 for target, gradient in self._waiting.pop(self._next):
-                    target += gradient
+                    np.add(target, gradient, out=target)
                 self._next += 1
 
 

@@ -100,6 +100,7 @@ def reach(limits: Limits, rows: tuple[int, int], key_length: int) -> Reach:
             end = first
         if stop > int(np.min(limits.query_length)):
             inner_end = inner_first
+    first = min(first, key_length)
     return Reach(first, max(first, end), inner_first, inner_end)
 
 

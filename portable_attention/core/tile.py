@@ -29,14 +29,19 @@ def start(
     shape: tuple[int, ...],
     value_width: int,
     like: Array,
-    maximum: float = _NEG_INF,
+    *,
+    bounded: bool = False,
 ) -> SoftmaxState:
-    """Return the state of rows (..., q, 1) that have seen nothing."""
+    """Return the state of rows (..., q, 1) that have seen nothing.
+
+    Where scores are `bounded`, so small that exp cannot overflow, all is relative to 0 instead of
+    the maximum.
+    """
     xp = backend.xp
     options: dict[str, Any] = {"dtype": like.dtype, "device": backend.device(like)}
     return SoftmaxState(
         xp.zeros((*shape[:-1], value_width), **options),
-        xp.full(shape, maximum, **options),
+        xp.full(shape, 0.0 if bounded else _NEG_INF, **options),
         xp.zeros(shape, **options),
     )
 
@@ -90,44 +95,36 @@ def capped_scores(
 
 
 def update(
-    backend: Backend, state: SoftmaxState, scores: Array, value: Array, kept: Array | None = None
-) -> SoftmaxState:
-    """Add a tile of scores and its finite values to a state; `kept` are the pairs dropout keeps."""
-    ops, xp = backend.ops, backend.xp
-    maximum = xp.maximum(state.maximum, backend.stop_gradient(ops.row_max(scores)))
-    shift = finite_shift(xp, maximum)
-    decay = xp.exp(state.maximum - shift)
-    weights = ops.exp(ops.subtract(scores, shift))
-    denominator = ops.add(ops.multiply(state.denominator, decay), ops.row_sum(weights))
-    if kept is not None:
-        weights = ops.select(weights, kept, 0.0)
-    accumulator = ops.add(ops.multiply(state.accumulator, decay), ops.product(weights, value))
-    return SoftmaxState(accumulator, maximum, denominator)
-
-
-def update_bounded(
     backend: Backend,
     state: SoftmaxState,
     scores: Array,
     value: Array,
+    kept: Array | None = None,
     *,
     allowed: Array | None = None,
-    kept: Array | None = None,
+    bounded: bool = False,
 ) -> SoftmaxState:
-    """Do the same where all scores are known to be small, relative to a maximum of 0.
+    """Add a tile of scores and its finite values to a state; `kept` are the pairs dropout keeps.
 
-    exp cannot overflow then, so no maximum is needed; and every weight is finite, so that
-    multiplying by `allowed` is as exact as selecting.
+    Where the scores are `bounded`, nothing is subtracted from them and nothing rescaled; and since
+    every weight is finite, multiplying by `allowed` is as exact as selecting in the scores before.
     """
-    ops = backend.ops
+    ops, xp = backend.ops, backend.xp
+    accumulator, maximum, denominator = state
+    if not bounded:
+        maximum = xp.maximum(maximum, backend.stop_gradient(ops.row_max(scores)))
+        shift = finite_shift(xp, maximum)
+        decay = xp.exp(state.maximum - shift)
+        scores = ops.subtract(scores, shift)
+        denominator = ops.multiply(denominator, decay)
+        accumulator = ops.multiply(accumulator, decay)
     weights = ops.exp(scores)
     if allowed is not None:
         weights = ops.multiply(weights, allowed)
-    denominator = ops.add(state.denominator, ops.row_sum(weights))
+    denominator = ops.add(denominator, ops.row_sum(weights))
     if kept is not None:
         weights = ops.select(weights, kept, 0.0)
-    accumulator = ops.add(state.accumulator, ops.product(weights, value))
-    return SoftmaxState(accumulator, state.maximum, denominator)
+    return SoftmaxState(ops.add(accumulator, ops.product(weights, value)), maximum, denominator)
 
 
 def finish(
