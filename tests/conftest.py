@@ -60,9 +60,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Run every test of a backend over all that can run; test_backends.py names the others."""
-    if "backend" in metafunc.fixturenames:
-        names = [name for name in _chosen(metafunc.config) if not MISSING[name]]
-        metafunc.parametrize("backend", names, indirect=True, scope="session")
+    here = [name for name in _chosen(metafunc.config) if not MISSING[name]]
+    if {"backend", "dtype"} <= set(metafunc.fixturenames):
+        pairs = [(name, dtype) for name in here for dtype in BACKENDS[name].dtypes]
+        metafunc.parametrize("backend,dtype", pairs, indirect=["backend"], scope="session")
+    elif "backend" in metafunc.fixturenames:
+        metafunc.parametrize("backend", here, indirect=True, scope="session")
     if "each_backend" in metafunc.fixturenames:
         marks = [
             pytest.param(name, marks=pytest.mark.skip(reason=f"{name} {MISSING[name]}"))
@@ -91,3 +94,10 @@ def xp(backend: Backend):
 def device(backend: Backend):
     """The device that the backend's arrays lie on."""
     return backend.device_object()
+
+
+@pytest.fixture(scope="session")
+def tilings(backend: Backend) -> list[tuple[int, int] | None]:
+    """Block sizes to run a rule with: the library's own, odd ones, and one beyond any call."""
+    # Where each tiling is compiled, the one that cuts both axes into several tiles.
+    return [(3, 2)] if backend.compiled else [None, (1, 1), (3, 2), (64, 64)]
