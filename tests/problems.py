@@ -9,7 +9,7 @@ from .dtypes import numpy_dtype
 
 
 def make_inputs(
-    *
+    *,
     batch=(2,),
     heads=2,
     key_heads=None,
