@@ -41,23 +41,19 @@ def make_limits(
     valid_k = _check_lengths(backend, device, "key_lengths", key_lengths, batch, length_k)
     offset = _check_offset(backend, device, query_offset, batch)
 
-    limits = Limits(
-        key_length=_unless_whole(valid_k, length_k), query_length=_unless_whole(valid_q, length_q)
-    )
-    if left is None and right is None:
-        return None, limits
-    if offset is None:
-        if length_q != length_k:
-            raise ValueError(
-                f"causal and window need a query_offset here, since Lq = {length_q} and "
-                f"Lk = {length_k} differ and libraries disagree: pass query_offset='start' (row 0 "
-                "stands at key 0) or 'end' (the last row stands at the last key), or an int"
-            )
-        offset = 0
-    elif isinstance(offset, str):
+    # Both options depend on positions, whatever their values: (None, None) is a window, too.
+    if offset is None and (causal or window is not None) and length_q != length_k:
+        raise ValueError(
+            f"causal and window need a query_offset here, since Lq = {length_q} and "
+            f"Lk = {length_k} differ and libraries disagree: pass query_offset='start' (row 0 "
+            "stands at key 0) or 'end' (the last row stands at the last key), or an int"
+        )
+    if isinstance(offset, str) and offset == "end":
         end_k = length_k if valid_k is None else valid_k
         end_q = length_q if valid_q is None else valid_q
-        offset = 0 if offset == "start" else end_k - end_q
+        offset = end_k - end_q
+    elif offset is None or isinstance(offset, str):
+        offset = 0
 
     low = None if left is None else _clamp(backend, offset, -left, length_q + length_k + 1)
     high = None if right is None else _clamp(backend, offset, right + 1, length_q + length_k + 1)
@@ -66,7 +62,9 @@ def make_limits(
     if isinstance(high, int) and high >= length_k:
         high = None  # every row reaches on to the last key
     span = None if left is None or right is None else left + right + 1
-    return span, Limits(low, high, limits.key_length, limits.query_length)
+    return span, Limits(
+        low, high, _unless_whole(valid_k, length_k), _unless_whole(valid_q, length_q)
+    )
 
 
 def _check_window(window: Any) -> tuple[int | None, int | None]:
