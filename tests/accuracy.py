@@ -30,7 +30,9 @@ class Reference:
 def reference_of(query, key, value, **options: Any) -> Reference:
     """Return the oracle's result for a call, with the errors that it may have."""
     dtype = dtype_name(query.dtype)
-    exact = oracle.attention(query, key, value, **options)
+    # A float64 call is judged in more than float64 where the machine has more.
+    wide = np.longdouble if dtype == "float64" else np.float64
+    exact = oracle.attention(query, key, value, precision=wide, **options)
     output_error = lse_error = 0.0
     for honest in _honest_results(query, key, value, options):
         with np.errstate(over="ignore"):
@@ -60,7 +62,8 @@ def _honest_results(query, key, value, options):
     if scale is None:
         width = query.shape[-1]
         scale = 1 / np.sqrt(width) if width else 0.0
-    scaled = query * precision(scale)
+    with np.errstate(all="ignore"):
+        scaled = query * precision(scale)
     yield oracle.attention(scaled, key, value, precision=precision, **{**options, "scale": 1.0})
 
 
@@ -75,8 +78,7 @@ def assert_near(actual, expected, allowance: float, name: str) -> None:
     """Check one array: shape, places of NaN and infinities, and the largest error."""
     __tracebackhide__ = True
     assert actual.shape == expected.shape, f"{name}: shape {actual.shape}, not {expected.shape}"
-    actual = np.asarray(actual).astype(np.float64)
-    expected = np.asarray(expected).astype(np.float64)
+    actual, expected = (np.asarray(array).astype(np.longdouble) for array in (actual, expected))
     for kind in (np.isnan, np.isposinf, np.isneginf):
         np.testing.assert_array_equal(
             kind(actual), kind(expected), err_msg=f"{name}: {kind.__name__}", strict=True
@@ -87,13 +89,13 @@ def assert_near(actual, expected, allowance: float, name: str) -> None:
 
 def largest(array) -> float:
     """Return the largest finite magnitude, 0 where there is none."""
-    return float(np.max(np.abs(_finite(np.asarray(array).astype(np.float64))), initial=0.0))
+    return float(np.max(np.abs(_finite(np.asarray(array))), initial=0.0))
 
 
 def largest_difference(actual, expected) -> float:
     """Return the largest difference between finite numbers."""
     with np.errstate(invalid="ignore"):
-        return largest(np.asarray(actual).astype(np.float64) - expected)
+        return largest(np.asarray(actual).astype(np.longdouble) - expected)
 
 
 def _finite(array):

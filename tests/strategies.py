@@ -166,7 +166,6 @@ class _CallMaker:
             "value": (self.key_heads, self.key_length, self.value_width),
         }
         self.shapes = {name: self._narrowed(self.batch) + shape for name, shape in shapes.items()}
-        self.batch = np.broadcast_shapes(*(shape[:-3] for shape in self.shapes.values()))
         self.flat = two_dimensional
         if two_dimensional:
             self.shapes = {name: shape[-2:] for name, shape in self.shapes.items()}
@@ -179,6 +178,7 @@ class _CallMaker:
                 self.shapes[name] = shape[-2:]
         if self.layout == "blhd":
             self.shapes = {name: self._one_rank(shape) for name, shape in self.shapes.items()}
+        self.batch = np.broadcast_shapes(*(shape[:-3] for shape in self.shapes.values()))
         self.scores = (*self.batch, self.heads, self.query_length, self.key_length)
 
     def _narrowed(self, shape: tuple[int, ...]) -> tuple[int, ...]:

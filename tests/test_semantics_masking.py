@@ -44,12 +44,13 @@ def test_masked_keys_and_values_cannot_be_felt(backend: Backend, tilings, way, p
     inputs = make_inputs()
     options = in_dtype(WAYS[way], "float32")
     reference = reference_of(**inputs, **options)
-    for key in (0, 3, 6):
+    allowed = allowed_by(inputs, options)
+    unseen_by_some = np.flatnonzero(~allowed.all((0, 1, 2)))
+    for key in unseen_by_some[[0, -1]]:
         poisoned = {name: array.copy() for name, array in inputs.items()}
         poisoned["key"][:, :, key] = poison
         poisoned["value"][:, :, key] = poison
-        blind = ~allowed_by(inputs, options)[..., key]
-        assert blind.any()
+        blind = ~allowed[..., key]
         for output, lse in attend_all(backend, tilings, poisoned, **options):
             allowance = reference.output_allowance
             assert_near(output[blind], reference.output[blind], allowance, "output")
