@@ -1,0 +1,102 @@
+"""How far a result may lie from the oracle.
+
+No tolerance is chosen by hand. An honest dense implementation in the dtype of the call (the formula
+as it stands, in float32 or wider, rounded at the end) is run on the same inputs, and a result may
+err twice as much as that does, and two units in the last place at the size of what is summed. NaN
+and infinities must be where the oracle has them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from . import oracle
+from .dtypes import dtype_name, lse_dtype, numpy_dtype, ulp
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What a call must give, and how far from it an honest implementation lies."""
+
+    output: np.ndarray
+    lse: np.ndarray
+    output_allowance: float
+    lse_allowance: float
+
+
+def reference_of(query, key, value, **options: Any) -> Reference:
+    """Return the oracle's result for a call, with the errors that it may have."""
+    dtype = dtype_name(query.dtype)
+    # A float64 call is judged in more than float64 where the machine has more.
+    wide = np.longdouble if dtype == "float64" else np.float64
+    exact = oracle.attention(query, key, value, precision=wide, **options)
+    output_error = lse_error = 0.0
+    for honest in _honest_results(query, key, value, options):
+        with np.errstate(over="ignore"):
+            rounded = honest.output.astype(numpy_dtype(dtype))
+        output_error = max(output_error, largest_difference(rounded, exact.output))
+        lse_error = max(lse_error, largest_difference(honest.lse, exact.lse))
+    # What is summed: the terms of the output, not what is left where they cancel.
+    terms = oracle.attention(query, key, np.abs(_finite(value)), **options).output
+    return Reference(
+        exact.output,
+        exact.lse,
+        2 * output_error + 2 * ulp(dtype, largest(terms)),
+        2 * lse_error + 2 * ulp(lse_dtype(dtype), largest(exact.lse)),
+    )
+
+
+def _honest_results(query, key, value, options):
+    """Yield the plain formula in working precision, summed in more than one order.
+
+    One order alone may lose nothing, by luck, on a call of a few numbers.
+    """
+    precision = np.float64 if dtype_name(query.dtype) == "float64" else np.float32
+    query, key, value = (np.asarray(array).astype(precision) for array in (query, key, value))
+    yield oracle.attention(query, key, value, precision=precision, **options)
+    yield oracle.attention(query[..., ::-1], key[..., ::-1], value, precision=precision, **options)
+    scale = options.get("scale")
+    if scale is None:
+        width = query.shape[-1]
+        scale = 1 / np.sqrt(width) if width else 0.0
+    with np.errstate(all="ignore"):
+        scaled = query * precision(scale)
+    yield oracle.attention(scaled, key, value, precision=precision, **{**options, "scale": 1.0})
+
+
+def assert_accurate(output, lse, reference: Reference) -> None:
+    """Check NumPy results against the reference; an lse of None was not asked for."""
+    assert_near(output, reference.output, reference.output_allowance, "output")
+    if lse is not None:
+        assert_near(lse, reference.lse, reference.lse_allowance, "lse")
+
+
+def assert_near(actual, expected, allowance: float, name: str) -> None:
+    """Check one array: shape, places of NaN and infinities, and the largest error."""
+    __tracebackhide__ = True
+    assert actual.shape == expected.shape, f"{name}: shape {actual.shape}, not {expected.shape}"
+    actual, expected = (np.asarray(array).astype(np.longdouble) for array in (actual, expected))
+    for kind in (np.isnan, np.isposinf, np.isneginf):
+        np.testing.assert_array_equal(
+            kind(actual), kind(expected), err_msg=f"{name}: {kind.__name__}", strict=True
+        )
+    error = largest_difference(actual, expected)
+    assert error <= allowance, f"{name}: error {error:.3g}, where {allowance:.3g} is allowed"
+
+
+def largest(array) -> float:
+    """Return the largest finite magnitude, 0 where there is none."""
+    return float(np.max(np.abs(_finite(np.asarray(array))), initial=0.0))
+
+
+def largest_difference(actual, expected) -> float:
+    """Return the largest difference between finite numbers."""
+    with np.errstate(invalid="ignore"):
+        return largest(np.asarray(actual).astype(np.longdouble) - expected)
+
+
+def _finite(array):
+    return np.where(np.isfinite(array), array, np.zeros((), dtype=array.dtype))

@@ -1,0 +1,103 @@
+"""The backend, xp and device fixtures, and the options that choose what they run over."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+from .backends import BACKENDS, Backend
+
+settings.register_profile(
+    "suite",
+    deadline=None,  # the first call of a shape may compile
+    derandomize=True,  # the same examples on every machine: no test that fails now and then
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+settings.load_profile("suite")
+
+MISSING = {name: backend.missing() for name, backend in BACKENDS.items()}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("portable_attention")
+    group.addoption(
+        "--backend",
+        action="append",
+        choices=list(BACKENDS),
+        help="run over this backend only (may be repeated); all that can run here by default",
+    )
+    group.addoption(
+        "--combinations",
+        type=int,
+        help="random option combinations for each backend, in place of the short default",
+    )
+    group.addoption(
+        "--first-combination",
+        type=int,
+        default=0,
+        help="the number of the first random combination: to run one again, or others",
+    )
+
+
+def _chosen(config: pytest.Config) -> list[str]:
+    chosen = config.getoption("--backend") or list(BACKENDS)
+    return [name for name in BACKENDS if name in chosen]
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    lines = []
+    for name in _chosen(config):
+        lines.append(f"backend {name}: {MISSING[name] or 'runs'}")
+    return lines
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for name in config.getoption("--backend") or ():
+        if MISSING[name]:
+            raise pytest.UsageError(f"--backend {name} {MISSING[name]}")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run every test of a backend over all that can run; test_backends.py names the others."""
+    here = [name for name in _chosen(metafunc.config) if not MISSING[name]]
+    if {"backend", "dtype"} <= set(metafunc.fixturenames):
+        pairs = [(name, dtype) for name in here for dtype in BACKENDS[name].dtypes]
+        metafunc.parametrize("backend,dtype", pairs, indirect=["backend"], scope="session")
+    elif "backend" in metafunc.fixturenames:
+        metafunc.parametrize("backend", here, indirect=True, scope="session")
+    if "each_backend" in metafunc.fixturenames:
+        marks = [
+            pytest.param(name, marks=pytest.mark.skip(reason=f"{name} {MISSING[name]}"))
+            if MISSING[name]
+            else name
+            for name in _chosen(metafunc.config)
+        ]
+        metafunc.parametrize("each_backend", marks)
+
+
+@pytest.fixture(scope="session")
+def backend(request: pytest.FixtureRequest):
+    """One row of the table of backends, set up."""
+    row: Backend = BACKENDS[request.param]
+    with row.active():
+        yield row
+
+
+@pytest.fixture(scope="session")
+def xp(backend: Backend):
+    """The namespace of the backend's library."""
+    return backend.xp
+
+
+@pytest.fixture(scope="session")
+def device(backend: Backend):
+    """The device that the backend's arrays lie on."""
+    return backend.device_object()
+
+
+@pytest.fixture(scope="session")
+def tilings(backend: Backend) -> list[tuple[int, int] | None]:
+    """Block sizes to run a rule with: the library's own, odd ones, and one beyond any call."""
+    # Where each tiling is compiled, the one that cuts both axes into several tiles.
+    return [(3, 2)] if backend.compiled else [None, (1, 1), (3, 2), (64, 64)]
