@@ -50,21 +50,31 @@ def reference_of(query, key, value, **options: Any) -> Reference:
 
 
 def _honest_results(query, key, value, options):
-    """Yield the plain formula in working precision, summed in more than one order.
+    """Yield the plain formula in working precision, and variants that are as honest.
 
-    One order alone may lose nothing, by luck, on a call of a few numbers.
+    One order of summation may lose little, by luck, on a call of a few numbers. So the products
+    are summed in several orders, with the scale applied to the scores or to the query, and from a
+    query that was rounded the other way: each entry one unit in the last place off.
     """
     precision = np.float64 if dtype_name(query.dtype) == "float64" else np.float32
     query, key, value = (np.asarray(array).astype(precision) for array in (query, key, value))
-    yield oracle.attention(query, key, value, precision=precision, **options)
-    yield oracle.attention(query[..., ::-1], key[..., ::-1], value, precision=precision, **options)
+    width = query.shape[-1]
     scale = options.get("scale")
     if scale is None:
-        width = query.shape[-1]
         scale = 1 / np.sqrt(width) if width else 0.0
+    rng = np.random.default_rng(0)
     with np.errstate(all="ignore"):
         scaled = query * precision(scale)
-    yield oracle.attention(scaled, key, value, precision=precision, **{**options, "scale": 1.0})
+        side = np.where(rng.random(query.shape) < 0.5, precision(-np.inf), precision(np.inf))
+        variants = [(query, scale), (scaled, 1.0)]
+        variants += [
+            (np.nextafter(query, way, where=query != 0, out=query.copy()), scale)
+            for way in (side, -side)
+        ]
+    for own, own_scale in variants:
+        for order in (slice(None), rng.permutation(width)):
+            arguments = {**options, "scale": own_scale, "precision": precision}
+            yield oracle.attention(own[..., order], key[..., order], value, **arguments)
 
 
 def assert_accurate(output, lse, reference: Reference) -> None:
