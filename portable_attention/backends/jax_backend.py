@@ -40,7 +40,8 @@ class JaxBackend(Backend):
     def device(self, array: Array) -> Any:
         if isinstance(array, jax.core.Tracer) or not getattr(array, "committed", False):
             return None
-        return array.sharding.device_set
+        devices = array.devices()
+        return next(iter(devices)) if len(devices) == 1 else None  # sharded: JAX decides
 
     def read(self, array: Array) -> np.ndarray[Any, Any] | None:
         return None if isinstance(array, jax.core.Tracer) else np.asarray(array)
@@ -65,7 +66,11 @@ class JaxOps(Ops):
 _ops = JaxOps(jnp)
 
 
-_safe_scores: Any = jax.custom_jvp(_ops.scores)
+def _scores(query: Array, key: Array) -> Array:
+    return _ops.scores(query, key)
+
+
+_safe_scores: Any = jax.custom_jvp(_scores)
 
 
 def _safe_scores_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> Any:

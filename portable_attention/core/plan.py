@@ -87,7 +87,7 @@ def reach(limits: Limits, rows: tuple[int, int], key_length: int) -> Reach:
     if not all(is_host(limit) for _, limit in limits.items()):
         return Reach(0, key_length, key_length, 0)
     if limits.low is not None:
-        first = max(first, start + int(np.min(limits.low)))
+        first = min(max(first, start + int(np.min(limits.low))), key_length)
         inner_first = max(inner_first, stop - 1 + int(np.max(limits.low)))
     if limits.high is not None:
         end = min(end, stop - 1 + int(np.max(limits.high)))
@@ -100,7 +100,6 @@ def reach(limits: Limits, rows: tuple[int, int], key_length: int) -> Reach:
             end = first
         if stop > int(np.min(limits.query_length)):
             inner_end = inner_first
-    first = min(first, key_length)
     return Reach(first, max(first, end), inner_first, inner_end)
 
 

@@ -1,8 +1,9 @@
 """Tile threads: one BLAS thread each, whoever else is calling.
 
-BLAS libraries have one thread count for the whole process. A call that runs tiles in threads of
-its own sets it to 1 and puts it back, through one counted guard: the first call in takes the count
-down, the last one out restores it, so concurrent callers cannot leave BLAS throttled.
+Most BLAS libraries have one thread count for the whole process. A call that runs tiles in threads
+of its own sets it to 1 and puts it back, through one counted guard: the first call in takes the
+count down, the last one out restores it, so concurrent callers cannot leave BLAS throttled. A BLAS
+on OpenMP has a count for each thread instead, which each thread sets for itself.
 """
 
 from __future__ import annotations
@@ -11,13 +12,38 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import cache
 from typing import Any
 
 import numpy as np
 from threadpoolctl import ThreadpoolController
 
 Task = Callable[[], None]
+
+
+@cache
+def _libraries(*, per_thread: bool) -> list[Any]:
+    # Looking the libraries up takes milliseconds; NumPy's are loaded before this module is.
+    found = ThreadpoolController().select(user_api="blas").lib_controllers
+    return [one for one in found if (_layer(one) == "openmp") == per_thread]
+
+
+def _layer(library: Any) -> str:
+    return str(getattr(library, "threading_layer", "unknown"))
+
+
+def _count(library: Any) -> int:
+    return library.get_num_threads() or 1
+
+
+def _set_count(library: Any, count: int) -> None:
+    # threadpoolctl 3.7 lets only one thread set the count of OpenBLAS, the first that ever did, and
+    # ignores the others. Calls are ordered by the guard's lock here, so ownership is given up.
+    give_up = getattr(type(library), "clear_controlling_thread", lambda force: None)
+    give_up(force=True)
+    library.set_num_threads(count)
+    give_up(force=True)
 
 
 class _BlasGuard:
@@ -27,29 +53,24 @@ class _BlasGuard:
         self.lock = threading.Lock()
         self.depth = 0
         self.saved: list[tuple[Any, int]] = []
-        self._libraries: list[Any] | None = None
-
-    def libraries(self) -> list[Any]:
-        # Looking the libraries up takes milliseconds; NumPy's are loaded before this module is.
-        if self._libraries is None:
-            self._libraries = ThreadpoolController().select(user_api="blas").lib_controllers
-        return self._libraries
 
     def threads(self) -> int:
         """Return how many threads BLAS may use as the user has set it."""
         with self.lock:
-            counts = [count for _, count in self.saved]
-            if not self.depth:
-                counts = [library.get_num_threads() or 1 for library in self.libraries()]
+            counts = [_count(library) for library in _libraries(per_thread=True)]
+            if self.depth:
+                counts += [count for _, count in self.saved]
+            else:
+                counts += [_count(library) for library in _libraries(per_thread=False)]
         return max(counts, default=0) or available_cores()
 
     def enter(self) -> None:
         with self.lock:
             if self.depth == 0:
-                self.saved = [(one, one.get_num_threads() or 1) for one in self.libraries()]
+                self.saved = [(one, _count(one)) for one in _libraries(per_thread=False)]
                 for library, count in self.saved:
                     if count != 1:
-                        library.set_num_threads(1)
+                        _set_count(library, 1)
             self.depth += 1
 
     def leave(self) -> None:
@@ -62,7 +83,7 @@ class _BlasGuard:
         saved, self.saved = self.saved, []
         for library, count in saved:
             if count != 1:
-                library.set_num_threads(count)
+                _set_count(library, count)
 
 
 _guard = _BlasGuard()
@@ -96,9 +117,20 @@ def one_blas_thread() -> Iterator[None]:
     """Hold BLAS to one thread within the block, in the whole process."""
     _guard.enter()
     try:
-        yield
+        with _one_thread_here():
+            yield
     finally:
         _guard.leave()
+
+
+@contextmanager
+def _one_thread_here() -> Iterator[None]:
+    """Hold those BLAS libraries to one thread that count threads for each caller."""
+    with ExitStack() as stack:
+        for library in _libraries(per_thread=True):
+            stack.callback(library.set_num_threads, _count(library))
+            library.set_num_threads(1)
+        yield
 
 
 def _executor() -> ThreadPoolExecutor:
@@ -152,7 +184,7 @@ class _Queue:
         self._stopped = True
 
     def work(self) -> None:
-        with np.errstate(all="ignore"):
+        with np.errstate(all="ignore"), _one_thread_here():
             try:
                 while (task := self._next()) is not None:
                     task()
