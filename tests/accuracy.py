@@ -66,8 +66,9 @@ def _honest_results(query, key, value, options):
 
     def shaken(array):
         """Return the array with each number moved to one of its neighbours."""
+        ordinary = np.isfinite(array) & (array != 0)
         way = np.where(rng.random(array.shape) < 0.5, -np.inf, np.inf).astype(precision)
-        return np.nextafter(array, way, where=array != 0, out=array.copy())
+        return np.nextafter(array, way, where=ordinary, out=array.copy())
 
     with np.errstate(all="ignore"):
         variants = [(query, key, scale), (query * precision(scale), key, 1.0)]
