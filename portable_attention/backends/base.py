@@ -6,6 +6,7 @@ defaults and nothing else. A library that can do better overrides single methods
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import Any, TypeAlias
 
@@ -98,7 +99,7 @@ class Backend:
     """One array library, as the algorithm sees it."""
 
     name = "array"  # as users know it, for messages
-    schedule = "eager"  # which schedule runs its arrays: "eager", "host" or "scan"
+    schedule = "eager"  # how its arrays are run: "eager", or "scan" under a trace
     takes_numpy = False  # whether NumPy arrays are taken as constants
 
     def __init__(self, xp: ModuleType, name: str | None = None) -> None:
@@ -119,6 +120,22 @@ class Backend:
     def asarray(self, values: np.ndarray[Any, Any], device: Any, dtype: str) -> Array:
         """Put small host values (lengths, offsets, seeds) on a device."""
         return self.xp.asarray(values.tolist(), dtype=self.dtype(dtype), device=device)
+
+    def settings(self, device: Any) -> AbstractContextManager[None]:
+        """Hold settings of the library that would change the arithmetic of a call."""
+        return nullcontext()
+
+    def host_call(self, call: Any) -> Any:
+        """Return the same call on NumPy views of its arrays, or None where there are none."""
+        return None
+
+    def to_host(self, array: Array) -> np.ndarray[Any, Any]:
+        """Return a NumPy view of an array in host memory."""
+        raise TypeError(f"arrays of {self.name} are not seen as NumPy arrays")
+
+    def from_host(self, array: np.ndarray[Any, Any]) -> Array:
+        """Return an array over the memory of a NumPy array."""
+        raise TypeError(f"arrays of {self.name} are not made from NumPy arrays")
 
     def read(self, array: Array) -> np.ndarray[Any, Any] | None:
         """Return the values of a small array, or None where they cannot be read."""

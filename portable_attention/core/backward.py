@@ -32,13 +32,16 @@ class Cotangents:
     d_output: Array  # as output
     d_lse: Array | None  # as lse
 
-    def part(self, index: plan.Index) -> Cotangents:
+    def map(self, convert: Callable[[Array], Array]) -> Cotangents:
         return Cotangents(
-            plan.take(self.output, index),
-            plan.take(self.lse, index),
-            plan.take(self.d_output, index),
-            plan.take(self.d_lse, index),
+            *(
+                None if array is None else convert(array)
+                for array in (self.output, self.lse, self.d_output, self.d_lse)
+            )
         )
+
+    def part(self, index: plan.Index) -> Cotangents:
+        return self.map(lambda array: plan.take(array, index))
 
 
 def row_gradients(

@@ -12,7 +12,7 @@ from portable_attention.backends.base import dtype_name
 from portable_attention.core.arguments import FLOATS, real_number, whole_number
 from portable_attention.core.dropout import Dropout, check_dropout
 from portable_attention.core.positions import make_limits
-from portable_attention.core.problem import Call, Problem
+from portable_attention.core.problem import Call, Problem, swap_heads
 
 LAYOUTS = ("bhld", "blhd")
 ENGINES = ("auto", "portable")
@@ -169,10 +169,7 @@ def _with_heads(backend: Backend, name: str, array: Array, layout: str) -> Array
             raise ValueError(
                 f"{name} must have axes (..., L, H, D) with layout='blhd', got shape {shape}"
             )
-        axes = range(len(shape) - 3)
-        return backend.xp.permute_dims(
-            array, (*axes, len(shape) - 2, len(shape) - 3, len(shape) - 1)
-        )
+        return swap_heads(backend, array)
     if len(shape) < 2:
         raise ValueError(f"{name} must have axes (..., H, L, D) or (L, D), got shape {shape}")
     return _pad(backend, array, 3)
