@@ -125,26 +125,28 @@ def attention(
     >>> output.shape, output.dtype.name, lse.shape
     ((2, 8, 128, 64), 'float32', (2, 8, 128))
     """
-    call = validate(
-        query,
-        key,
-        value,
-        mask=mask,
-        bias=bias,
-        causal=causal,
-        window=window,
-        query_offset=query_offset,
-        query_lengths=query_lengths,
-        key_lengths=key_lengths,
-        scale=scale,
-        softcap=softcap,
-        sinks=sinks,
-        dropout=dropout,
-        layout=layout,
-        engine=engine,
-        block_size=block_size,
-    )
-    output, lse = run(call)
+    options = {
+        "mask": mask,
+        "bias": bias,
+        "causal": causal,
+        "window": window,
+        "query_offset": query_offset,
+        "query_lengths": query_lengths,
+        "key_lengths": key_lengths,
+        "scale": scale,
+        "softcap": softcap,
+        "sinks": sinks,
+        "dropout": dropout,
+        "layout": layout,
+        "engine": engine,
+        "block_size": block_size,
+    }
+    if type(query).__module__.partition(".")[0] == "torch":
+        from portable_attention.core import torch_op  # it imports PyTorch
+
+        if torch_op.takes(query, key, value, bias, sinks):
+            return torch_op.attend(query, key, value, options, return_lse=return_lse)
+    output, lse = run(validate(query, key, value, **options))
     return (output, lse) if return_lse else output
 
 
