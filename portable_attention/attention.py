@@ -144,6 +144,7 @@ def attention(
     if type(query).__module__.partition(".")[0] == "torch":
         from portable_attention.core import torch_op  # it imports PyTorch
 
+        query, key, value = torch_op.autocast(query, key, value)
         if torch_op.takes(query, key, value, bias, sinks):
             return torch_op.attend(query, key, value, options, return_lse=return_lse)
     output, lse = run(validate(query, key, value, **options))

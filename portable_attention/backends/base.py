@@ -101,6 +101,7 @@ class Backend:
     name = "array"  # as users know it, for messages
     schedule = "eager"  # how its arrays are run: "eager", or "scan" under a trace
     takes_numpy = False  # whether NumPy arrays are taken as constants
+    uses_host_blas = True  # whether its products may be those of NumPy's BLAS
 
     def __init__(self, xp: ModuleType, name: str | None = None) -> None:
         self.xp = xp
@@ -141,7 +142,7 @@ class Backend:
         """Return the values of a small array, or None where they cannot be read."""
         return np.from_dlpack(array)
 
-    def as_operand(self, array: Array) -> Array:
+    def as_operand(self, name: str, array: Array) -> Array:
         """Return an array of this library, from one that `common_backend` let through."""
         return array
 
@@ -164,9 +165,10 @@ class Backend:
         """Return the scores, with derivatives that do not feel what stands in masked pairs."""
         return self.ops.scores(query, key)
 
-    def all_finite(self, array: Array) -> bool | None:
-        """Whether no element is NaN or infinite; None where that cannot be read."""
-        return bool(self.xp.all(self.xp.isfinite(array)))
+    def all_finite(self, array: Array, below: float = float("inf")) -> bool | None:
+        """Whether all magnitudes are finite, and below a bound; None where that cannot be read."""
+        found = self.read(self.xp.all(self.xp.abs(array) < below))
+        return None if found is None else bool(found)
 
     def arange(self, start: int, stop: int, device: Any) -> Array:
         return self.xp.arange(start, stop, dtype=self.xp.int32, device=device)

@@ -32,7 +32,7 @@ class NumpyBackend(Backend):
     def astype(self, array: Array, dtype: Any) -> Array:
         return array.astype(dtype, copy=False)
 
-    def as_operand(self, array: Array) -> Array:
+    def as_operand(self, name: str, array: Array) -> Array:
         return np.asarray(array)
 
     def asarray(self, values: np.ndarray[Any, Any], device: Any, dtype: str) -> Array:

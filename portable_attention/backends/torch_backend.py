@@ -19,6 +19,7 @@ class TorchBackend(Backend):
     """Tensors of PyTorch, on any of its devices."""
 
     name = "torch"
+    uses_host_blas = False
 
     def asarray(self, values: np.ndarray[Any, Any], device: Any, dtype: str) -> Array:
         return torch.as_tensor(values.tolist(), dtype=self.dtype(dtype), device=device)
@@ -80,10 +81,6 @@ class TorchBackend(Backend):
             found = self.ops.scores(query, key)
             rest = torch.where(torch.isfinite(found), 0.0, found)
         return scores + rest
-
-    def all_finite(self, array: Array) -> bool | None:
-        finite = self.read(torch.isfinite(array).all())
-        return None if finite is None else bool(finite)
 
     def stop_gradient(self, array: Array) -> Array:
         return array.detach()

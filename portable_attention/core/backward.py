@@ -67,9 +67,12 @@ def row_gradients(
     if careful:
         # Nothing comes back through a row that attends nothing.
         d_output = xp.where(lse == _NEG_INF, 0.0, d_output)
+    d_lse = None if given.d_lse is None else xp.expand_dims(given.d_lse[..., here], axis=-1)
+    if careful and d_lse is not None:
+        d_lse = xp.where(lse == _NEG_INF, 0.0, d_lse)
     inner = xp.sum(d_output * given.output[..., here, :], axis=-1, keepdims=True)
-    if given.d_lse is not None:
-        inner = inner - xp.expand_dims(given.d_lse[..., here], axis=-1)
+    if d_lse is not None:
+        inner = inner - d_lse
     shift = tile.finite_shift(xp, lse)
 
     query = backend.astype(part.query[..., here, :], dtype)

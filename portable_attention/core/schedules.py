@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
 
-from portable_attention.backends import Array
+from portable_attention.backends import Array, Backend
 from portable_attention.core import eager, eager_backward, host, host_backward
 from portable_attention.core.backward import Cotangents
 from portable_attention.core.problem import Call
+from portable_attention.core.threads import one_blas_thread
 
 
 def run(call: Call, *, wide: bool = False) -> tuple[Array, Array]:
@@ -32,7 +34,8 @@ def run(call: Call, *, wide: bool = False) -> tuple[Array, Array]:
             return scan.run(call, backend.dtype(name))
         hosted = backend.host_call(call)
         if hosted is None:
-            return eager.run(call, backend.dtype(name))
+            with _guard(backend):
+                return eager.run(call, backend.dtype(name))
         output, lse = host.run(hosted, hosted.backend.dtype(name))
         return backend.from_host(output), backend.from_host(lse)
 
@@ -51,9 +54,15 @@ def run_backward(call: Call, given: Cotangents) -> dict[str, Array]:
     with np.errstate(all="ignore"), backend.settings(call.device):
         hosted = backend.host_call(call)
         if hosted is None:
-            return eager_backward.run(call, given)
+            with _guard(backend):
+                return eager_backward.run(call, given)
         found = host_backward.run(hosted, given.map(backend.to_host))
         return {name: backend.from_host(array) for name, array in found.items()}
+
+
+def _guard(backend: Backend) -> AbstractContextManager[None]:
+    """Hold BLAS to one thread where its number of threads would decide the bits."""
+    return one_blas_thread() if backend.uses_host_blas else nullcontext()
 
 
 def _zeros(call: Call, shape: tuple[int, ...], dtype: str) -> Array:

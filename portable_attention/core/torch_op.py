@@ -22,6 +22,7 @@ from portable_attention.core.dropout import Dropout
 from portable_attention.core.problem import Call
 from portable_attention.core.spec import validate
 
+_AUTOCAST = (torch.float16, torch.bfloat16, torch.float32)
 _DIFFERENTIABLE = ("query", "key", "value", "bias", "sinks")
 
 
@@ -33,6 +34,18 @@ def takes(*arrays: Any) -> bool:
         isinstance(array, Tensor) and array.requires_grad for array in arrays
     )
     return recorded and not transforming()
+
+
+def autocast(*arrays: Any) -> tuple[Any, ...]:
+    """Return query, key and value in the dtype of autocast where that is on, as PyTorch's own."""
+    device = arrays[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return arrays
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(
+        array.to(dtype) if isinstance(array, Tensor) and array.dtype in _AUTOCAST else array
+        for array in arrays
+    )
 
 
 def attend(
@@ -233,7 +246,7 @@ def _(*inputs: Any) -> tuple[Tensor, ...]:
     )
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     """Keep the tensors for autograd and everything else as it is."""
     everything = (*output, *inputs)
     ctx.set_materialize_grads(False)
