@@ -50,21 +50,32 @@ def reference_of(query, key, value, **options: Any) -> Reference:
 
 
 def _honest_results(query, key, value, options):
-    """Yield the plain formula in working precision, summed in more than one order.
+    """Yield the plain formula in working precision, and variants that are as honest.
 
-    One order alone may lose nothing, by luck, on a call of a few numbers.
+    One order of summation may lose little, by luck, on a call of a few numbers. So the products
+    are summed in several orders, with the scale applied to the scores or to the query, and from
+    numbers one unit in the last place off, which is what the rounding of a sum amounts to.
     """
     precision = np.float64 if dtype_name(query.dtype) == "float64" else np.float32
     query, key, value = (np.asarray(array).astype(precision) for array in (query, key, value))
-    yield oracle.attention(query, key, value, precision=precision, **options)
-    yield oracle.attention(query[..., ::-1], key[..., ::-1], value, precision=precision, **options)
+    width = query.shape[-1]
     scale = options.get("scale")
     if scale is None:
-        width = query.shape[-1]
         scale = 1 / np.sqrt(width) if width else 0.0
+    rng = np.random.default_rng(0)
+
+    def shaken(array):
+        """Return the array with each number moved to one of its neighbours."""
+        way = np.where(rng.random(array.shape) < 0.5, -np.inf, np.inf).astype(precision)
+        return np.nextafter(array, way, where=array != 0, out=array.copy())
+
     with np.errstate(all="ignore"):
-        scaled = query * precision(scale)
-    yield oracle.attention(scaled, key, value, precision=precision, **{**options, "scale": 1.0})
+        variants = [(query, key, scale), (query * precision(scale), key, 1.0)]
+        variants += [(shaken(query), shaken(key), scale) for _ in range(3)]
+    for own_query, own_key, own_scale in variants:
+        order = rng.permutation(width)
+        arguments = {**options, "scale": own_scale, "precision": precision}
+        yield oracle.attention(own_query[..., order], own_key[..., order], value, **arguments)
 
 
 def assert_accurate(output, lse, reference: Reference) -> None:

@@ -96,7 +96,7 @@ def _torch_from_numpy(backend: Backend, array: np.ndarray) -> Any:
     half = array.dtype == numpy_dtype("bfloat16")
     numbers = array.view(np.int16) if half else array
     if any(stride < 0 for stride in numbers.strides):  # PyTorch has none
-        numbers = np.ascontiguousarray(numbers)
+        numbers = numbers.copy(order="C")
     size = numbers.itemsize
     steps = [stride // size for stride in numbers.strides]
     extent = 1 + sum((n - 1) * step for n, step in zip(numbers.shape, steps, strict=True))

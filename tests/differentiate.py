@@ -6,13 +6,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-import pytest
 
 from portable_attention import attention, attention_vjp
 
 from .backends import Backend
 from .dtypes import dtype_name
-from .running import INPUTS, split_options
+from .running import INPUTS, assert_unchanged, split_options
 
 
 def gradients_of(
@@ -25,65 +24,66 @@ def gradients_of(
     order: int = 1,
     jit: bool = False,
     vmapped: Sequence[str] = (),
+    explicit: bool = False,
 ) -> dict[str, np.ndarray]:
     """Return the gradients, by the arguments named and no other, of the sums of the results.
 
     That is of ``sum(output * cotangent) + sum(lse * lse_cotangent)``; a cotangent left out takes
     its result out of the sum, and where both are, it is ``sum(output)``. With `order` 2 they are
-    gradients of the sum of the first gradient, argument by argument.
+    gradients of the sum of the first gradient, argument by argument. They come from the library's
+    own differentiation, and from `attention_vjp` where it has none or `explicit` asks for it.
     """
-    if not backend.autodiff and order == 2:
-        pytest.skip(f"needs a library that differentiates itself: {backend.library} does not")
     arrays, fixed = split_options(arguments)
+    before = {name: array.tobytes() for name, array in arrays.items()}
     own = {name: backend.asarray(array) for name, array in arrays.items()}
     cotangents = [
         None if array is None else backend.asarray(array) for array in (cotangent, lse_cotangent)
     ]
+    if explicit or not backend.autodiff:
+        assert order == 1, "attention_vjp gives first derivatives"
+        found = _explicit_gradients(backend, own, fixed, names, *cotangents)
+    else:
+        total = _total(backend, own, fixed, cotangents, vmapped)
+        differentiate = {"torch": _torch_gradients, "jax": _jax_gradients}[backend.library]
+        found = differentiate(total, {name: own[name] for name in names}, order, jit)
+    for name, gradient in found.items():
+        assert tuple(gradient.shape) == arrays[name].shape, f"the gradient by {name}"
+        assert dtype_name(gradient.dtype) == dtype_name(arrays[name].dtype), name
+    for name, array in own.items():
+        assert_unchanged(backend, name, before[name], arrays[name], array)
+    return {name: backend.to_numpy(gradient) for name, gradient in found.items()}
 
-    if not backend.autodiff:
-        found = _vjp_gradients(backend, own, fixed, cotangents)
-        return _checked(backend, arrays, {name: found[name] for name in names})
+
+def _explicit_gradients(backend, own, fixed, names, cotangent, lse_cotangent):
+    (output, _), pullback = attention_vjp(**own, **fixed, return_lse=True)
+    if cotangent is None:
+        make = backend.xp.ones_like if lse_cotangent is None else backend.xp.zeros_like
+        cotangent = make(output)
+    gradients = pullback(cotangent, lse_cotangent)
+    return {name: getattr(gradients, name) for name in names}
+
+
+def _total(backend, own, fixed, cotangents, vmapped) -> Callable:
+    """Return the sum that is differentiated, as a function of the arrays chosen."""
+
+    def call(own):
+        inputs = [own[name] for name in INPUTS]
+        others = {name: array for name, array in own.items() if name not in INPUTS}
+        return attention(*inputs, return_lse=True, **others, **fixed)
 
     def total(chosen):
-        def call(own):
-            inputs = [own[name] for name in INPUTS]
-            others = {name: array for name, array in own.items() if name not in INPUTS}
-            return attention(*inputs, return_lse=True, **others, **fixed)
-
-        output, lse = _mapped(call, {**own, **chosen}, vmapped)
-        if cotangent is None and lse_cotangent is None:
-            return output.sum()
-        parts = zip((output, lse), cotangents, strict=True)
+        results = _mapped(call, {**own, **chosen}, vmapped)
+        if all(weight is None for weight in cotangents):
+            return results[0].sum()
         # Under a zero cotangent nothing may count, not even the -inf that an empty row has as lse.
         xp = backend.xp
         return sum(
             xp.where(weight == 0, xp.zeros_like(weight), result * weight).sum()
-            for result, weight in parts
+            for result, weight in zip(results, cotangents, strict=True)
             if weight is not None
         )
 
-    differentiate = {"torch": _torch_gradients, "jax": _jax_gradients}[backend.library]
-    found = differentiate(total, {name: own[name] for name in names}, order, jit)
-    return _checked(backend, arrays, found)
-
-
-def _checked(backend: Backend, arrays: dict, found: dict[str, Any]) -> dict[str, np.ndarray]:
-    """Return gradients as NumPy arrays, once they have the shapes and dtypes of their arguments."""
-    for name, gradient in found.items():
-        assert tuple(gradient.shape) == arrays[name].shape, f"the gradient by {name}"
-        assert dtype_name(gradient.dtype) == dtype_name(arrays[name].dtype), name
-    return {name: backend.to_numpy(gradient) for name, gradient in found.items()}
-
-
-def _vjp_gradients(backend: Backend, own: dict, fixed: dict, cotangents: list) -> dict[str, Any]:
-    inputs = [own[name] for name in INPUTS]
-    others = {name: array for name, array in own.items() if name not in INPUTS}
-    (output, _), pullback = attention_vjp(*inputs, return_lse=True, **others, **fixed)
-    d_output, d_lse = cotangents
-    if d_output is None:
-        fill = backend.xp.ones_like if d_lse is None else backend.xp.zeros_like
-        d_output = fill(output)
-    return pullback(d_output, d_lse)._asdict()
+    return total
 
 
 def _mapped(call: Callable, own: dict[str, Any], names: Sequence[str]) -> Any:

@@ -209,7 +209,7 @@ class _CallMaker:
             options["layout"] = self.layout
         if pick.chance(0.4):
             density = pick.choice([0.7, 0.95, 0.3, 0.0, 1.0])
-            options["mask"] = self.numbers.random(self._broadcastable()) < density
+            options["mask"] = np.asarray(self.numbers.random(self._broadcastable()) < density)
         if pick.chance(0.4):
             options["bias"] = self._bias()
         positional = False

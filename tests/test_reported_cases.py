@@ -13,11 +13,12 @@ import pytest
 
 from portable_attention import attention, merge_states
 
+from . import oracle
 from .backends import Backend
 from .differentiate import gradients_of
 from .dtypes import dtype_name, lse_dtype
 from .reported_cases import GRADIENTS, Case, load_cases
-from .running import INPUTS, attend, split_options
+from .running import attend, split_options
 
 CASES = load_cases()
 CALLS = [case for case in CASES if not case.states]
@@ -143,33 +144,47 @@ def test_call_under_jit(backend: Backend, case: Case):
 
 @pytest.mark.parametrize("case", DIFFERENTIATED, ids=by_id)
 def test_gradients(backend: Backend, case: Case, block):
+    """By the library's own differentiation, and by attention_vjp where it has none."""
     skip_unless_meant_for(case, backend)
-    arguments = arguments_of(case, block)
     vmapped = case.mapped if case.transform == "vmap" and backend.library == "jax" else ()
-    ones = np.ones(_lse_shape(case), dtype=lse_dtype(case.dtype))
+    assert_gradients(case, backend, arguments_of(case, block), vmapped=vmapped)
+
+
+@pytest.mark.parametrize("case", DIFFERENTIATED, ids=by_id)
+def test_explicit_gradients(backend: Backend, case: Case):
+    """By attention_vjp on the libraries that differentiate themselves, too."""
+    skip_unless_meant_for(case, backend)
+    if not backend.autodiff:
+        pytest.skip("needs a library with autodiff: elsewhere test_gradients is this test")
+    arguments = arguments_of(case, {"block_size": (3, 2)})
+    assert_gradients(case, backend, arguments, explicit=True)
+
+
+def assert_gradients(case: Case, backend: Backend, arguments, **how: Any) -> None:
+    """Check everything that a case says of gradients."""
+    _, lse = oracle_shapes(case)
     for kind, changes in (
         ("gradients", {}),
-        ("lse_gradients", {"lse_cotangent": ones}),
+        ("lse_gradients", {"lse_cotangent": np.ones(lse, dtype=lse_dtype(case.dtype))}),
         ("second_gradients", {"order": 2}),
     ):
+        if kind == "second_gradients" and (how.get("explicit") or not backend.autodiff):
+            continue  # of the library's own differentiation alone
         if expected := case.expect.get(kind):
-            found = gradients_of(backend, arguments, list(expected), vmapped=vmapped, **changes)
+            found = gradients_of(backend, arguments, list(expected), **changes, **how)
             for name, gradient in found.items():
                 assert_close(gradient, expected[name], case, f"{kind} by {name}")
     if case.expect.get("linear_in_value"):
-        gradient = gradients_of(backend, arguments, ["value"])["value"].astype(np.float64)
+        gradient = gradients_of(backend, arguments, ["value"], **how)["value"]
         total = attend(backend, **arguments).output.astype(np.float64).sum()
-        assert_close(np.asarray((gradient * case.inputs["value"]).sum()), total, case, "sum")
+        linear = (gradient.astype(np.float64) * case.inputs["value"]).sum()
+        assert_close(np.asarray(linear), total, case, "the sum")
 
 
-def _lse_shape(case: Case) -> tuple[int, ...]:
-    query, key, value = (case.inputs[name].shape for name in INPUTS)
-    if case.options.get("layout") == "blhd":
-        query, key, value = ((*s[:-3], s[-2], s[-3], s[-1]) for s in (query, key, value))
-    if len(query) == len(key) == len(value) == 2:
-        return query[:-1]
-    lead = np.broadcast_shapes(query[:-3], key[:-3], value[:-3])
-    return (*lead, *query[-3:-1]) if len(query) > 2 else (*lead, 1, query[0])
+def oracle_shapes(case: Case) -> list[tuple[int, ...]]:
+    """Return the shapes of the output and the lse of a case."""
+    restricting = {"layout": case.options.get("layout", "bhld")}
+    return [result.shape for result in oracle.attention(**case.inputs, **restricting)]
 
 
 def nestings(states):
