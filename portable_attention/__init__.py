@@ -1,5 +1,15 @@
 """Exact attention for every array library."""
 
 from portable_attention._version import __version__
+from portable_attention.attention import attention
+from portable_attention.core.dropout import Dropout
+from portable_attention.states import State, merge_states, partial_attention
 
-__all__ = ["__version__"]
+__all__ = [
+    "Dropout",
+    "State",
+    "__version__",
+    "attention",
+    "merge_states",
+    "partial_attention",
+]

@@ -1,0 +1,147 @@
+"""The hooks that the Array API standard has no words for, each with a portable default.
+
+Everything here runs on any library that follows the standard; `array-api-strict` runs these
+defaults and nothing else. A library that can do better overrides single methods.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any, TypeAlias
+
+import numpy as np
+
+Array: TypeAlias = Any  # of whichever library the call is made with
+
+
+def dtype_name(array: Array) -> str:
+    """Return the plain name of an array's dtype, such as "float32" or "bfloat16"."""
+    dtype = array.dtype
+    return dtype.name if isinstance(dtype, np.dtype) else str(dtype).rpartition(".")[2]
+
+
+class Ops:
+    """The arithmetic of a tile.
+
+    A method whose first argument is named `target` may reuse that argument's memory for its result,
+    so a caller must not read the argument afterwards. The defaults here make new arrays, which is
+    what automatic differentiation and traced libraries need.
+    """
+
+    def __init__(self, xp: ModuleType) -> None:
+        self.xp = xp
+
+    def scores(self, query: Array, key: Array) -> Array:
+        """Return query (..., Hkv, G, q, D) times key (..., Hkv, 1, k, D): (..., Hkv, G, q, k)."""
+        return self._grouped(query, self.xp.matrix_transpose(key[..., 0, :, :]))
+
+    def product(self, weights: Array, value: Array) -> Array:
+        """Return weights (..., Hkv, G, q, k) times value (..., Hkv, 1, k, Dv)."""
+        return self._grouped(weights, value[..., 0, :, :])
+
+    def _grouped(self, left: Array, right: Array) -> Array:
+        # The query heads of a group become rows of one product: a broadcasting matmul would
+        # copy the keys once per query head on libraries that expand its operands.
+        groups, rows, inner = left.shape[-3:]
+        folded = self.xp.reshape(left, (*left.shape[:-3], groups * rows, inner))
+        result = self.matmul(folded, right)
+        return self.xp.reshape(result, (*result.shape[:-2], groups, rows, result.shape[-1]))
+
+    def matmul(self, left: Array, right: Array) -> Array:
+        return self.xp.matmul(left, right)
+
+    def add(self, target: Array, other: Array) -> Array:
+        return target + other
+
+    def subtract(self, target: Array, other: Array) -> Array:
+        return target - other
+
+    def multiply(self, target: Array, other: Array | float) -> Array:
+        return target * other
+
+    def divide(self, target: Array, other: Array | float) -> Array:
+        return target / other
+
+    def exp(self, target: Array) -> Array:
+        return self.xp.exp(target)
+
+    def tanh(self, target: Array) -> Array:
+        return self.xp.tanh(target)
+
+    def select(self, target: Array, condition: Array, fill: float) -> Array:
+        """Keep `target` where the condition holds, whatever stands elsewhere."""
+        return self.xp.where(condition, target, fill)
+
+    def row_max(self, array: Array) -> Array:
+        return self.xp.max(array, axis=-1, keepdims=True)
+
+    def row_sum(self, array: Array) -> Array:
+        return self.xp.sum(array, axis=-1, keepdims=True)
+
+
+class Backend:
+    """One array library, as the algorithm sees it."""
+
+    name = "array"  # as users know it, for messages
+    schedule = "eager"  # which schedule runs its arrays: "eager", "host" or "scan"
+    takes_numpy = False  # whether NumPy arrays are taken as constants
+
+    def __init__(self, xp: ModuleType, name: str | None = None) -> None:
+        self.xp = xp
+        self.name = name or self.name
+        self.ops = self.make_ops()
+
+    def make_ops(self) -> Ops:
+        return Ops(self.xp)
+
+    def dtype(self, name: str) -> Any:
+        """Return the library's own dtype of that name."""
+        return getattr(self.xp, name)
+
+    def astype(self, array: Array, dtype: Any) -> Array:
+        return array if array.dtype == dtype else self.xp.astype(array, dtype)
+
+    def asarray(self, values: np.ndarray[Any, Any], device: Any, dtype: str) -> Array:
+        """Put small host values (lengths, offsets, seeds) on a device."""
+        return self.xp.asarray(values.tolist(), dtype=self.dtype(dtype), device=device)
+
+    def read(self, array: Array) -> np.ndarray[Any, Any] | None:
+        """Return the values of a small array, or None where they cannot be read."""
+        return np.from_dlpack(array)
+
+    def as_operand(self, array: Array) -> Array:
+        """Return an array of this library, from one that `common_backend` let through."""
+        return array
+
+    def split_seed(self, seed: Array) -> Array:
+        """Return the low and the high 32 bits of an integer that cannot be read, as int32."""
+        wide = self.xp.astype(seed, self.xp.int64)
+        low = (wide & 0xFFFFFFFF) ^ 0x80000000
+        words = self.xp.stack([low - 0x80000000, wide >> 32])
+        return self.xp.astype(words, self.xp.int32)
+
+    def device(self, array: Array) -> Any:
+        """Return where an array lies; None where it may still go anywhere."""
+        return array.device
+
+    def needs_gradient(self, *arrays: Array | None) -> bool:
+        """Whether the library records this call in order to differentiate it."""
+        return False
+
+    def safe_scores(self, query: Array, key: Array) -> Array:
+        """Return the scores, with derivatives that do not feel what stands in masked pairs."""
+        return self.ops.scores(query, key)
+
+    def all_finite(self, array: Array) -> bool | None:
+        """Whether no element is NaN or infinite; None where that cannot be read."""
+        return bool(self.xp.all(self.xp.isfinite(array)))
+
+    def arange(self, start: int, stop: int, device: Any) -> Array:
+        return self.xp.arange(start, stop, dtype=self.xp.int32, device=device)
+
+    def stop_gradient(self, array: Array) -> Array:
+        return array
+
+    def score_budget(self, device: Any) -> int:
+        """How many scores one tile of the eager schedule may hold, over all its heads."""
+        return 1 << 20  # 4 MiB of float32: within the caches of a processor

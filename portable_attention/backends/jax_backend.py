@@ -1,0 +1,87 @@
+"""JAX: traced arrays, the products' precision, and derivatives that NaN does not leak into."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from portable_attention.backends.base import Array, Backend, Ops
+
+
+class JaxBackend(Backend):
+    """Arrays of JAX, eager or traced, run by one compiled loop over tiles."""
+
+    name = "jax"
+    schedule = "scan"
+    takes_numpy = True
+
+    def make_ops(self) -> Ops:
+        return JaxOps(jnp)
+
+    def asarray(self, values: np.ndarray[Any, Any], device: Any, dtype: str) -> Array:
+        return jnp.asarray(values, dtype=dtype)
+
+    def as_operand(self, array: Array) -> Array:
+        return jnp.asarray(array)
+
+    def split_seed(self, seed: Array) -> Array:
+        bits = 8 * seed.dtype.itemsize
+        if bits <= 32:
+            low = seed.astype(jnp.int32)
+            high = jnp.zeros_like(low) if seed.dtype.kind == "u" else low >> 31
+        else:
+            low, high = seed.astype(jnp.int32), (seed >> 32).astype(jnp.int32)
+        return jnp.stack([low, high])
+
+    def device(self, array: Array) -> Any:
+        if isinstance(array, jax.core.Tracer) or not getattr(array, "committed", False):
+            return None
+        return array.sharding.device_set
+
+    def read(self, array: Array) -> np.ndarray[Any, Any] | None:
+        return None if isinstance(array, jax.core.Tracer) else np.asarray(array)
+
+    def stop_gradient(self, array: Array) -> Array:
+        return lax.stop_gradient(array)
+
+    def safe_scores(self, query: Array, key: Array) -> Array:
+        return _safe_scores(query, key)
+
+    def score_budget(self, device: Any) -> int:
+        return 1 << 20 if jax.default_backend() == "cpu" else 1 << 25
+
+
+class JaxOps(Ops):
+    """Products in full precision, which is not the default on accelerators."""
+
+    def matmul(self, left: Array, right: Array) -> Array:
+        return jnp.matmul(left, right, precision=lax.Precision.HIGHEST)
+
+
+_ops = JaxOps(jnp)
+
+
+_safe_scores: Any = jax.custom_jvp(_ops.scores)
+
+
+def _safe_scores_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> Any:
+    # The derivative of a masked score is 0, and 0 times a NaN in its key would be NaN. A score that
+    # is attended and not finite has made its whole row NaN before this is reached.
+    query, key = primals
+    query_dot, key_dot = tangents
+    scores_dot = _ops.scores(query_dot, finite_or_zero(key)) + _ops.scores(
+        finite_or_zero(query), key_dot
+    )
+    return _safe_scores(query, key), scores_dot
+
+
+_safe_scores.defjvp(_safe_scores_jvp)
+
+
+def finite_or_zero(array: Array) -> Array:
+    """Replace NaN and infinities by 0."""
+    return jnp.where(jnp.isfinite(array), array, 0.0)

@@ -1,0 +1,104 @@
+"""NumPy: arithmetic in buffers that are kept, so that a tile allocates nothing."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+
+from portable_attention.backends.base import Array, Backend, Ops
+
+
+class NumpyBackend(Backend):
+    """Arrays in host memory, run by the schedule with tile threads."""
+
+    name = "numpy"
+    schedule = "host"
+
+    def dtype(self, name: str) -> Any:
+        if name == "bfloat16":
+            import ml_dtypes
+
+            return np.dtype(ml_dtypes.bfloat16)
+        return np.dtype(name)
+
+    def astype(self, array: Array, dtype: Any) -> Array:
+        return array.astype(dtype, copy=False)
+
+    def as_operand(self, array: Array) -> Array:
+        return np.asarray(array)
+
+    def asarray(self, values: np.ndarray[Any, Any], device: Any, dtype: str) -> Array:
+        return np.asarray(values, dtype=dtype)
+
+    def read(self, array: Array) -> np.ndarray[Any, Any] | None:
+        return np.asarray(array)
+
+    def make_ops(self) -> Ops:
+        return HostOps()
+
+
+class HostOps(Ops):
+    """In-place arithmetic. The tile-sized results lie in buffers that belong to the thread.
+
+    Products are made head by head (NumPy's matmul calls BLAS once a matrix, and never copies a
+    broadcast operand), so that no head's bits depend on how many heads share the call.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(np)
+        self._local = threading.local()
+
+    def buffer(self, slot: str, shape: tuple[int, ...], dtype: Any) -> Array:
+        """Return memory for one intermediate result; it is given out again for the next tile."""
+        buffers: dict[str, Array] = self._local.__dict__
+        size = int(np.prod(shape))
+        key = f"{slot}-{np.dtype(dtype).char}"
+        memory = buffers.get(key)
+        if memory is None or memory.size < size:
+            memory = buffers[key] = np.empty(size, dtype)
+        return memory[:size].reshape(shape)
+
+    def release(self) -> None:
+        """Give this thread's buffers back."""
+        self._local.__dict__.clear()
+
+    def scores(self, query: Array, key: Array) -> Array:
+        transposed = np.swapaxes(key, -1, -2)
+        return self._matmul("scores", query, transposed)
+
+    def product(self, weights: Array, value: Array) -> Array:
+        return self._matmul("product", weights, value)
+
+    def _matmul(self, slot: str, left: Array, right: Array) -> Array:
+        lead = np.broadcast_shapes(left.shape[:-2], right.shape[:-2])
+        out = self.buffer(slot, (*lead, left.shape[-2], right.shape[-1]), left.dtype)
+        return np.matmul(left, right, out=out)
+
+    def add(self, target: Array, other: Array) -> Array:
+        return np.add(target, other, out=target, casting="same_kind")
+
+    def subtract(self, target: Array, other: Array) -> Array:
+        return np.subtract(target, other, out=target)
+
+    def multiply(self, target: Array, other: Array | float) -> Array:
+        return np.multiply(target, other, out=target)
+
+    def divide(self, target: Array, other: Array | float) -> Array:
+        return np.divide(target, other, out=target)
+
+    def exp(self, target: Array) -> Array:
+        return np.exp(target, out=target)
+
+    def tanh(self, target: Array) -> Array:
+        return np.tanh(target, out=target)
+
+    def select(self, target: Array, condition: Array, fill: float) -> Array:
+        np.copyto(target, fill, where=np.logical_not(condition))
+        return target
+
+    def row_sum(self, array: Array) -> Array:
+        # A product with ones costs a quarter of a reduction along the rows.
+        ones = np.ones((array.shape[-1], 1), array.dtype)
+        return np.matmul(array, ones)

@@ -1,0 +1,1 @@
+"""The one algorithm: validation, plan, tile, and the schedules that run it."""

@@ -1,0 +1,46 @@
+"""Single numbers among the arguments: what kinds are taken, and the errors for the rest."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import numpy as np
+
+from portable_attention.backends.base import dtype_name
+
+FLOATS = ("float16", "bfloat16", "float32", "float64")
+
+
+def real_number(name: str, given: Any, remedy: str = "") -> float:
+    """Return a real number as a float; arrays of one value count where they can be read."""
+    if isinstance(given, bool | np.bool_ | str | bytes | complex) or given is None:
+        raise TypeError(f"{name} must be a real number, got {given!r}")
+    if getattr(given, "ndim", 0) != 0 or getattr(given, "requires_grad", False):
+        raise TypeError(f"{name} must be a single real number, got {described(given)}{remedy}")
+    if hasattr(given, "dtype") and dtype_name(given).startswith(("bool", "complex")):
+        raise TypeError(f"{name} must be a real number, got {described(given)}")
+    try:
+        return float(given)
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(f"{name} must be a real number, got {described(given)}{remedy}") from None
+    except OverflowError:
+        raise ValueError(f"{name} must be a finite number, got {given!r}") from None
+
+
+def described(given: Any) -> str:
+    """Say what was given, for a message: an array by its kind and shape."""
+    if hasattr(given, "dtype") and hasattr(given, "shape"):
+        kind = type(given)
+        return f"an array of {kind.__module__}.{kind.__qualname__} with shape {tuple(given.shape)}"
+    return repr(given)
+
+
+def whole_number(name: str, given: Any) -> int:
+    """Return an int, or raise TypeError."""
+    if isinstance(given, bool | np.bool_):
+        raise TypeError(f"{name} must be an int, got {given!r}")
+    try:
+        return operator.index(given)
+    except TypeError:
+        raise TypeError(f"{name} must be an int, got {given!r}") from None

@@ -1,0 +1,89 @@
+"""Which pairs of a tile are allowed, and what non-finite values do to the rows that attend them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import reduce
+from typing import Any
+
+import numpy as np
+
+from portable_attention.backends import Array, Backend
+from portable_attention.backends.base import dtype_name
+from portable_attention.core.problem import Limits
+
+_NEG_INF = float("-inf")
+
+
+def limits_on_device(backend: Backend, limits: Limits, device: Any) -> Limits:
+    """Return limits that can be compared with positions on the device."""
+
+    def move(limit: Any) -> Any:
+        if isinstance(limit, np.ndarray):
+            return backend.asarray(limit, device, "int32")
+        return limit
+
+    return Limits(**{name: move(limit) for name, limit in limits.items()})
+
+
+def within_limits(limits: Limits, rows: Array, columns: Array) -> list[Array]:
+    """Return one condition a limit, from rows (q, 1) and columns (k,)."""
+    conditions = []
+    if limits.low is not None:
+        conditions.append(columns >= rows + limits.low)
+    if limits.high is not None:
+        conditions.append(columns < rows + limits.high)
+    if limits.key_length is not None:
+        conditions.append(columns < limits.key_length)
+    if limits.query_length is not None:
+        conditions.append(rows < limits.query_length)
+    return conditions
+
+
+def both(conditions: Iterable[Array | None]) -> Array | None:
+    """Return the conjunction of conditions that broadcast together; None means all allowed."""
+    present = [condition for condition in conditions if condition is not None]
+    return reduce(lambda one, other: one & other, present) if present else None
+
+
+def block(array: Array | None, rows: tuple[int, int], columns: tuple[int, int]) -> Array | None:
+    """Return the tile of a mask or bias, whose axes of size 1 stay so."""
+    if array is None:
+        return None
+    picked_rows = slice(None) if array.shape[-2] == 1 else slice(*rows)
+    picked_columns = slice(None) if array.shape[-1] == 1 else slice(*columns)
+    return array[..., picked_rows, picked_columns]
+
+
+def bias_block(backend: Backend, bias: Array | None, dtype: Any) -> Array | None:
+    """Return a tile of the bias in the dtype of the scores; a finite bias stays finite."""
+    if bias is None:
+        return None
+    xp = backend.xp
+    if dtype_name(bias) == "float64" and dtype != bias.dtype:
+        # Beyond float32 a finite bias would become -inf, and so a mask.
+        largest = float(np.finfo(np.float32).max)
+        clipped = xp.clip(bias, -largest, largest)
+        bias = xp.where(xp.isfinite(bias), clipped, bias)
+    return backend.astype(bias, dtype)
+
+
+def not_masked(bias: Array | None) -> Array | None:
+    """Return where a bias allows a pair: anything but -inf does, NaN included."""
+    return None if bias is None else bias != _NEG_INF
+
+
+def infinities(backend: Backend, value: Array, dtype: Any) -> tuple[Array, Array]:
+    """Return where values are +inf and where they are -inf, as 1 and 0; NaN counts as both."""
+    xp = backend.xp
+    nan = xp.isnan(value)
+    infinite = xp.isinf(value)
+    positive = nan | (infinite & (value > 0))
+    negative = nan | (infinite & (value < 0))
+    return backend.astype(positive, dtype), backend.astype(negative, dtype)
+
+
+def infinite_part(backend: Backend, positive: Array, negative: Array) -> Array:
+    """Return +inf, -inf or NaN where those were attended, and 0 elsewhere."""
+    xp = backend.xp
+    return xp.where(positive > 0, float("inf"), 0.0) + xp.where(negative > 0, _NEG_INF, 0.0)

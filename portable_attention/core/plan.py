@@ -1,0 +1,120 @@
+"""Tiles: their sizes, which of them a block of rows needs, and how the heads are batched.
+
+The plan sees shapes and host values only, and knows nothing of any library.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from portable_attention.core.problem import Limits, Problem, is_host
+
+# Measured with NumPy on two cores of an AMD EPYC (512 KiB of L2 each), d = 64 and 128: 512 x 512
+# float32 scores are 1 MiB, where the products run at full speed and the passes over the scores
+# still hit the cache.
+_BLOCK = 512
+
+Index = tuple[slice, ...]  # into (*batch, Hkv, G)
+
+
+def block_sizes(problem: Problem, rows_cap: int = _BLOCK) -> tuple[int, int]:
+    """Return how many queries and keys make a tile; no more than there are."""
+    queries, keys = problem.block_size or (min(_BLOCK, rows_cap), _BLOCK)
+    return min(queries, max(problem.query_length, 1)), min(keys, max(problem.key_length, 1))
+
+
+def cuts(sizes: tuple[int, ...], capacity: int) -> list[list[slice]]:
+    """Cut each of the leading axes so that a chunk has at most `capacity` items, or one.
+
+    The last axes are taken whole while they fit, so that a chunk is one strided block.
+    """
+    steps = []
+    for size in reversed(sizes):
+        step = max(1, min(size, capacity))
+        steps.append(step)
+        capacity = capacity // size if step == size else 0
+    return [
+        [slice(first, min(first + step, size)) for first in range(0, size, step)]
+        for size, step in zip(sizes, reversed(steps), strict=True)
+    ]
+
+
+def chunks(sizes: tuple[int, ...], capacity: int) -> Iterator[Index]:
+    """Return the chunks that those cuts make, the last axis running fastest."""
+    yield from itertools.product(*cuts(sizes, capacity))
+
+
+def take(array: Any, index: Index) -> Any:
+    """Return the part of an array (or of host values) that belongs to a chunk of its lead axes."""
+    if array is None or isinstance(array, int):
+        return array
+    picked = tuple(
+        slice(None) if size == 1 else part
+        for size, part in zip(array.shape[: len(index)], index, strict=True)
+    )
+    return array[(*picked, ...)]
+
+
+@dataclass(frozen=True)
+class Reach:
+    """The keys that a block of rows may attend: which to visit, and which need no limit check."""
+
+    first: int  # keys below are not attended by any of the rows
+    stop: int  # nor these and those above
+    inner_first: int  # from here ...
+    inner_stop: int  # ... to here every row may attend every key
+
+    def covers(self, start: int, stop: int) -> bool:
+        return self.inner_first <= start and stop <= self.inner_stop
+
+
+def reach(limits: Limits, rows: tuple[int, int], key_length: int) -> Reach:
+    """Return which keys the rows [start, stop) reach under limits of host values."""
+    start, stop = rows
+    first, end, inner_first, inner_end = 0, key_length, 0, key_length
+    if not all(is_host(limit) for _, limit in limits.items()):
+        return Reach(0, key_length, key_length, 0)
+    if limits.low is not None:
+        first = max(first, start + int(np.min(limits.low)))
+        inner_first = max(inner_first, stop - 1 + int(np.max(limits.low)))
+    if limits.high is not None:
+        end = min(end, stop - 1 + int(np.max(limits.high)))
+        inner_end = min(inner_end, start + int(np.min(limits.high)))
+    if limits.key_length is not None:
+        end = min(end, int(np.max(limits.key_length)))
+        inner_end = min(inner_end, int(np.min(limits.key_length)))
+    if limits.query_length is not None:
+        if start >= int(np.max(limits.query_length)):
+            end = first
+        if stop > int(np.min(limits.query_length)):
+            inner_end = inner_first
+    return Reach(first, max(first, end), inner_first, inner_end)
+
+
+def tiles(found: Reach, block: int, key_length: int) -> Iterator[tuple[int, int]]:
+    """Return the tiles of keys that a reach touches; their grid is the same for every row."""
+    for start in range(found.first // block * block, found.stop, block):
+        yield start, min(start + block, key_length)
+
+
+def take_limits(limits: Limits, index: Index) -> Limits:
+    """Return the limits of one chunk; one item alone has plain numbers."""
+
+    def part(limit: Any) -> Any:
+        # Values over the batch have all their lead axes; the head axes are of size 1.
+        chosen = take(limit, index)
+        if isinstance(chosen, np.ndarray) and chosen.size == 1:
+            return int(chosen.reshape(()))
+        return chosen
+
+    return Limits(**{name: part(limit) for name, limit in limits.items()})
+
+
+def capacity(budget: int, tile: int) -> int:
+    """Return how many heads of `tile` scores each fit into a budget."""
+    return max(1, budget // max(tile, 1))

@@ -1,0 +1,151 @@
+"""The one tile: a block of queries against a block of keys, and the softmax state it adds to.
+
+A state is (accumulator, maximum, denominator): the output before division, the largest score seen
+and the sum of exponentials, both relative to that maximum. States of disjoint keys are joined by
+rescaling to the common maximum, the online softmax of Milakov and Gimelshein, "Online normalizer
+calculation for softmax" (2018), and of Rabe and Staats, "Self-attention does not need O(n^2)
+memory" (2021).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from portable_attention.backends import Array, Backend
+
+_NEG_INF = float("-inf")
+
+
+class SoftmaxState(NamedTuple):
+    """What has been seen of some rows so far; rows stand on axis -2."""
+
+    accumulator: Array  # (..., q, Dv): sum of exp(s - maximum) v
+    maximum: Array  # (..., q, 1): -inf before anything was seen
+    denominator: Array  # (..., q, 1): sum of exp(s - maximum)
+
+
+def start(
+    backend: Backend,
+    shape: tuple[int, ...],
+    value_width: int,
+    like: Array,
+    maximum: float = _NEG_INF,
+) -> SoftmaxState:
+    """Return the state of rows (..., q, 1) that have seen nothing."""
+    xp = backend.xp
+    options: dict[str, Any] = {"dtype": like.dtype, "device": backend.device(like)}
+    return SoftmaxState(
+        xp.zeros((*shape[:-1], value_width), **options),
+        xp.full(shape, maximum, **options),
+        xp.zeros(shape, **options),
+    )
+
+
+def tile_scores(
+    backend: Backend,
+    query: Array,
+    key: Array,
+    *,
+    scale: float = 1.0,
+    softcap: float | None = None,
+    bias: Array | None = None,
+    allowed: Array | None = None,
+) -> Array:
+    """Return the scores of a tile, -inf where a pair is not allowed.
+
+    Masking is a selection and comes last: what stands in a pair that is not allowed is not felt.
+    """
+    ops = backend.ops
+    scores = backend.safe_scores(query, key)
+    if scale != 1.0:
+        scores = ops.multiply(scores, scale)
+    if softcap is not None:
+        if allowed is not None:
+            # A NaN here would come back in the derivative of tanh, multiplied by 0.
+            scores = ops.select(scores, allowed, 0.0)
+        scores = ops.multiply(ops.tanh(ops.divide(scores, softcap)), softcap)
+    if bias is not None:
+        scores = ops.add(scores, bias)
+    if allowed is not None:
+        scores = ops.select(scores, allowed, _NEG_INF)
+    return scores
+
+
+def update(
+    backend: Backend, state: SoftmaxState, scores: Array, value: Array, kept: Array | None = None
+) -> SoftmaxState:
+    """Add a tile of scores and its finite values to a state; `kept` are the pairs dropout keeps."""
+    ops, xp = backend.ops, backend.xp
+    maximum = xp.maximum(state.maximum, backend.stop_gradient(ops.row_max(scores)))
+    shift = finite_shift(xp, maximum)
+    decay = xp.exp(state.maximum - shift)
+    weights = ops.exp(ops.subtract(scores, shift))
+    denominator = ops.add(ops.multiply(state.denominator, decay), ops.row_sum(weights))
+    if kept is not None:
+        weights = ops.select(weights, kept, 0.0)
+    accumulator = ops.add(ops.multiply(state.accumulator, decay), ops.product(weights, value))
+    return SoftmaxState(accumulator, maximum, denominator)
+
+
+def update_bounded(
+    backend: Backend,
+    state: SoftmaxState,
+    scores: Array,
+    value: Array,
+    *,
+    allowed: Array | None = None,
+    kept: Array | None = None,
+) -> SoftmaxState:
+    """Do the same where all scores are known to be small, relative to a maximum of 0.
+
+    exp cannot overflow then, so no maximum is needed; and every weight is finite, so that
+    multiplying by `allowed` is as exact as selecting.
+    """
+    ops = backend.ops
+    weights = ops.exp(scores)
+    if allowed is not None:
+        weights = ops.multiply(weights, allowed)
+    denominator = ops.add(state.denominator, ops.row_sum(weights))
+    if kept is not None:
+        weights = ops.select(weights, kept, 0.0)
+    accumulator = ops.add(state.accumulator, ops.product(weights, value))
+    return SoftmaxState(accumulator, state.maximum, denominator)
+
+
+def finish(
+    backend: Backend,
+    state: SoftmaxState,
+    *,
+    occupied: Array | None,
+    sinks: Array | None,
+    keep_rate: float,
+) -> tuple[Array, Array]:
+    """Return output (..., q, Dv) and lse (..., q) of a state.
+
+    `occupied` (..., q, 1) says which rows may attend any key; None means that all of them do.
+    """
+    xp = backend.xp
+    accumulator, maximum, denominator = state
+    shift = finite_shift(xp, maximum)
+    if sinks is not None:
+        level = xp.maximum(maximum, backend.stop_gradient(sinks))
+        level_shift = finite_shift(xp, level)
+        decay = xp.exp(maximum - level_shift)
+        denominator = denominator * decay + xp.exp(sinks - level_shift)
+        accumulator = accumulator * decay
+        shift = level_shift
+    if keep_rate != 1.0:
+        accumulator = accumulator * (1.0 / keep_rate if keep_rate else 0.0)
+    if occupied is None:
+        return accumulator / denominator, xp.squeeze(shift + xp.log(denominator), axis=-1)
+    # The inner selection keeps the division out of empty rows: no derivative is 0 times NaN.
+    full = occupied if sinks is None else occupied | (denominator != 0.0)
+    safe = xp.where(full, denominator, 1.0)
+    output = xp.where(occupied, accumulator / safe, 0.0)
+    lse = xp.where(full, shift + xp.log(safe), _NEG_INF)
+    return output, xp.squeeze(lse, axis=-1)
+
+
+def finite_shift(xp: Any, maximum: Array) -> Array:
+    """Return the maximum, 0 where it is -inf: exp(-inf - 0) is the 0 that -inf - -inf is not."""
+    return xp.where(maximum == _NEG_INF, 0.0, maximum)
