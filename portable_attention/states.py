@@ -27,6 +27,13 @@ class State(NamedTuple):
     lse : array, shape (..., Hq, Lq)
         The natural log of the softmax denominator over these keys, -inf for such a row; float32,
         or float64 where the output is float64.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from portable_attention import State
+    >>> State(output=np.zeros((2, 8, 4)), lse=np.full((2, 8), -np.inf)).lse.shape
+    (2, 8)
     """
 
     output: Array

@@ -77,16 +77,16 @@ class HostOps(Ops):
         return np.matmul(left, right, out=out)
 
     def add(self, target: Array, other: Array) -> Array:
-        return np.add(target, other, out=target, casting="same_kind")
+        return np.add(target, other, out=_reused(target, other))
 
     def subtract(self, target: Array, other: Array) -> Array:
-        return np.subtract(target, other, out=target)
+        return np.subtract(target, other, out=_reused(target, other))
 
     def multiply(self, target: Array, other: Array | float) -> Array:
-        return np.multiply(target, other, out=target)
+        return np.multiply(target, other, out=_reused(target, other))
 
     def divide(self, target: Array, other: Array | float) -> Array:
-        return np.divide(target, other, out=target)
+        return np.divide(target, other, out=_reused(target, other))
 
     def exp(self, target: Array) -> Array:
         return np.exp(target, out=target)
@@ -95,6 +95,8 @@ class HostOps(Ops):
         return np.tanh(target, out=target)
 
     def select(self, target: Array, condition: Array, fill: float) -> Array:
+        if _reused(target, condition) is None:
+            return np.where(condition, target, fill)
         np.copyto(target, fill, where=np.logical_not(condition))
         return target
 
@@ -102,3 +104,13 @@ class HostOps(Ops):
         # A product with ones costs a quarter of a reduction along the rows.
         ones = np.ones((array.shape[-1], 1), array.dtype)
         return np.matmul(array, ones)
+
+
+def _reused(target: Array, other: Array | float) -> Array | None:
+    """Return `target`, or None where the result is larger: the batch may be that of `other`."""
+    shape = np.shape(other)
+    fits = len(shape) <= target.ndim and all(
+        size in (1, full)
+        for size, full in zip(reversed(shape), reversed(target.shape), strict=False)
+    )
+    return target if fits else None

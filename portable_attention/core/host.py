@@ -64,7 +64,7 @@ class Heads(eager.Part):
         super().__init__(call, index)
         self.block_k = block_k
         self.dtype = np.dtype(call.problem.compute_dtype)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # the norms need the widened keys
         self._shared: dict[str, Any] = {}
 
     def singles(self) -> Iterator[Heads]:

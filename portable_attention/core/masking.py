@@ -86,4 +86,5 @@ def infinities(backend: Backend, value: Array, dtype: Any) -> tuple[Array, Array
 def infinite_part(backend: Backend, positive: Array, negative: Array) -> Array:
     """Return +inf, -inf or NaN where those were attended, and 0 elsewhere."""
     xp = backend.xp
-    return xp.where(positive > 0, float("inf"), 0.0) + xp.where(negative > 0, _NEG_INF, 0.0)
+    zero = xp.zeros_like(positive)
+    return xp.where(positive > 0, float("inf"), zero) + xp.where(negative > 0, _NEG_INF, zero)

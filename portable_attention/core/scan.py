@@ -76,7 +76,7 @@ def _compiled(
 ) -> tuple[Array, Array]:
     schedule = _Schedule(problem, arrays, limits)
     _, (output, lse) = lax.scan(
-        jax.checkpoint(schedule.rows, prevent_cse=False), None, jnp.arange(schedule.steps)
+        jax.checkpoint(schedule.rows, prevent_cse=False), None, jnp.arange(schedule.steps, dtype=jnp.int32)
     )
     output = schedule.unite(output)
     lse = schedule.unite(lse[..., jnp.newaxis])
@@ -280,6 +280,8 @@ class _RowBlock:
     def over_keys(self, visit: Any, initial: Any) -> Any:
         """Run `visit(carried, tile number)` over the tiles that these rows may attend."""
         schedule = self.schedule
+        if not schedule.visits:
+            return initial
         first = jnp.int32(0)
         if schedule.visits < schedule.key_blocks:
             low = (self.limits["low"] + self.first_row) // schedule.block_k

@@ -52,6 +52,12 @@ def validate(
 
     dtype = _common_dtype(arrays)
     compute_dtype = "float64" if dtype == "float64" else "float32"
+    ranks = [arrays[name].ndim for name in ("query", "key", "value")]
+    if layout == "blhd" and len(set(ranks)) > 1:
+        raise ValueError(
+            "query, key and value must have the same rank with layout='blhd', got "
+            + ", ".join(f"{name} {tuple(arrays[name].shape)}" for name in ("query", "key", "value"))
+        )
     headless = all(arrays[name].ndim == 2 for name in ("query", "key", "value"))
     for name in ("query", "key", "value"):
         arrays[name] = _with_heads(backend, name, arrays[name], layout)
