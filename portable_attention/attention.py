@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
 from portable_attention.backends import Array
-from portable_attention.core import eager, host
+from portable_attention.core import schedules
 from portable_attention.core.dropout import Dropout
 from portable_attention.core.problem import Call
 from portable_attention.core.spec import validate
@@ -128,53 +125,32 @@ def attention(
     >>> output.shape, output.dtype.name, lse.shape
     ((2, 8, 128, 64), 'float32', (2, 8, 128))
     """
-    call = validate(
-        query,
-        key,
-        value,
-        mask=mask,
-        bias=bias,
-        causal=causal,
-        window=window,
-        query_offset=query_offset,
-        query_lengths=query_lengths,
-        key_lengths=key_lengths,
-        scale=scale,
-        softcap=softcap,
-        sinks=sinks,
-        dropout=dropout,
-        layout=layout,
-        engine=engine,
-        block_size=block_size,
-    )
-    output, lse = run(call)
+    options = {
+        "mask": mask,
+        "bias": bias,
+        "causal": causal,
+        "window": window,
+        "query_offset": query_offset,
+        "query_lengths": query_lengths,
+        "key_lengths": key_lengths,
+        "scale": scale,
+        "softcap": softcap,
+        "sinks": sinks,
+        "dropout": dropout,
+        "layout": layout,
+        "engine": engine,
+        "block_size": block_size,
+    }
+    if type(query).__module__.partition(".")[0] == "torch":
+        from portable_attention.core import torch_op  # it imports PyTorch
+
+        query, key, value = torch_op.autocast(query, key, value)
+        if torch_op.takes(query, key, value, bias, sinks):
+            return torch_op.attend(query, key, value, options, return_lse=return_lse)
+    output, lse = run(validate(query, key, value, **options))
     return (output, lse) if return_lse else output
 
 
 def run(call: Call) -> tuple[Array, Array]:
     """Run a validated call; return output and lse in the caller's axes."""
-    return call.restore(*run_inner(call))
-
-
-def run_inner(call: Call, *, wide: bool = False) -> tuple[Array, Array]:
-    """Run a validated call under the schedule of its library; return output and lse.
-
-    They are (*batch, Hkv, G, Lq, Dv), in the dtype of the query or, if `wide`, of the scores, and
-    (*batch, Hkv, G, Lq).
-    """
-    problem, backend = call.problem, call.backend
-    dtype = backend.dtype(problem.compute_dtype if wide else problem.dtype)
-    if 0 in problem.output_shape[:-1]:
-        xp, wide_dtype = backend.xp, backend.dtype(problem.compute_dtype)
-        output = xp.zeros(problem.output_shape, dtype=dtype, device=call.device)
-        return output, xp.zeros(problem.output_shape[:-1], dtype=wide_dtype, device=call.device)
-    with np.errstate(all="ignore"):
-        return _schedule(backend.schedule)(call, dtype)
-
-
-def _schedule(name: str) -> Callable[[Call, Any], tuple[Array, Array]]:
-    if name == "scan":
-        from portable_attention.core import scan  # it imports JAX
-
-        return scan.run
-    return host.run if name == "host" else eager.run
+    return call.restore(*schedules.run(call))

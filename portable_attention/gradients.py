@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from portable_attention.attention import run_inner
-from portable_attention.backends import Array
+from portable_attention.backends import Array, common_backend
 from portable_attention.backends.base import dtype_name
-from portable_attention.core import eager_backward, host_backward
-from portable_attention.core.arguments import FLOATS, described
+from portable_attention.core import schedules
+from portable_attention.core.arguments import FLOATS
 from portable_attention.core.backward import Cotangents
 from portable_attention.core.dropout import Dropout
 from portable_attention.core.problem import Call
@@ -124,43 +121,34 @@ def attention_vjp(
         block_size=block_size,
     )
     given = {"query": query, "key": key, "value": value, "bias": bias, "sinks": sinks}
-    wide_output, inner_lse = run_inner(call, wide=True)
-    backend = call.backend
-    output, lse = call.restore(backend.astype(wide_output, call.query.dtype), inner_lse)
+    wide_output, inner_lse = schedules.run(call, wide=True)
+    output, lse = call.restore(call.backend.astype(wide_output, call.query.dtype), inner_lse)
 
     def pullback(d_output: Array, d_lse: Array | None = None) -> Gradients:
+        _check_cotangent(call, "d_output", d_output, output)
+        if d_lse is not None:
+            _check_cotangent(call, "d_lse", d_lse, lse)
         cotangents = Cotangents(
             wide_output,
             inner_lse,
-            _cotangent(call, "d_output", d_output, output),
-            None if d_lse is None else _cotangent(call, "d_lse", d_lse, lse),
+            call.inner(d_output),
+            None if d_lse is None else call.inner(d_lse, rows=True),
         )
-        with np.errstate(all="ignore"):
-            found = _backward(call, cotangents)
-            return Gradients(
-                *(
-                    None if array is None else _outer(call, name, found[name], array)
-                    for name, array in given.items()
-                )
+        found = schedules.run_backward(call, cotangents)
+        return Gradients(
+            *(
+                None if array is None else call.outer(name, found[name], array)
+                for name, array in given.items()
             )
+        )
 
     return ((output, lse) if return_lse else output), pullback
 
 
-def _backward(call: Call, given: Cotangents) -> dict[str, Array]:
-    if 0 in call.problem.output_shape[:-1]:
-        return {}
-    run = host_backward.run if call.backend.schedule == "host" else eager_backward.run
-    return run(call, given)
-
-
-def _cotangent(call: Call, name: str, array: Array, like: Array) -> Array:
-    """Bring a cotangent to the inner axes and the compute dtype."""
-    from portable_attention.backends import common_backend
-
+def _check_cotangent(call: Call, name: str, array: Array, like: Array) -> None:
     backend = common_backend({"query": call.query, name: array})
     if dtype_name(array) not in FLOATS:
-        raise TypeError(f"{name} must have a real floating dtype, got {described(array)}")
+        raise TypeError(f"{name} must have a real floating dtype, got {dtype_name(array)}")
     if tuple(array.shape) != tuple(like.shape):
         raise ValueError(
             f"{name} must have the shape of what it is the gradient by, {tuple(like.shape)}, "
@@ -170,28 +158,3 @@ def _cotangent(call: Call, name: str, array: Array, like: Array) -> Array:
         raise ValueError(
             f"{name} is on device {backend.device(array)}, but query is on {backend.device(like)}"
         )
-    problem = call.problem
-    if name == "d_output" and call.layout == "blhd":
-        array = _swap_heads(call, array)
-    shape = problem.output_shape if name == "d_output" else problem.output_shape[:-1]
-    array = backend.xp.reshape(backend.as_operand(array), shape)
-    return backend.astype(array, backend.dtype(problem.compute_dtype))
-
-
-def _outer(call: Call, name: str, gradient: Array, like: Array) -> Array:
-    """Bring a gradient from the inner axes to the shape and dtype of its argument."""
-    xp = call.backend.xp
-    swapped = call.layout == "blhd" and name in ("query", "key", "value")
-    shape = tuple(like.shape)
-    if swapped:
-        shape = (*shape[:-3], shape[-2], shape[-3], shape[-1])
-    gradient = xp.reshape(gradient, shape)
-    if swapped:
-        gradient = _swap_heads(call, gradient)
-    return call.backend.astype(gradient, like.dtype)
-
-
-def _swap_heads(call: Call, array: Array) -> Array:
-    axes = tuple(range(array.ndim - 3))
-    last = array.ndim
-    return call.backend.xp.permute_dims(array, (*axes, last - 2, last - 3, last - 1))

@@ -210,7 +210,7 @@ def _check_states(states: tuple[Any, ...], layout: str) -> tuple[Backend, list[S
             raise TypeError(f"state {number} must be a pair (output, lse), got {described(state)}")
         arrays[f"the output of state {number}"], arrays[f"the lse of state {number}"] = state
     backend = common_backend(arrays)
-    arrays = {name: backend.as_operand(array) for name, array in arrays.items()}
+    arrays = {name: backend.as_operand(name, array) for name, array in arrays.items()}
     common_device(backend, arrays)
     values = list(arrays.values())
     pairs = [State(*pair) for pair in zip(values[::2], values[1::2], strict=True)]

@@ -6,6 +6,7 @@ defaults and nothing else. A library that can do better overrides single methods
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import Any, TypeAlias
 
@@ -98,8 +99,9 @@ class Backend:
     """One array library, as the algorithm sees it."""
 
     name = "array"  # as users know it, for messages
-    schedule = "eager"  # which schedule runs its arrays: "eager", "host" or "scan"
+    schedule = "eager"  # how its arrays are run: "eager", or "scan" under a trace
     takes_numpy = False  # whether NumPy arrays are taken as constants
+    uses_host_blas = True  # whether its products may be those of NumPy's BLAS
 
     def __init__(self, xp: ModuleType, name: str | None = None) -> None:
         self.xp = xp
@@ -120,11 +122,27 @@ class Backend:
         """Put small host values (lengths, offsets, seeds) on a device."""
         return self.xp.asarray(values.tolist(), dtype=self.dtype(dtype), device=device)
 
+    def settings(self, device: Any) -> AbstractContextManager[None]:
+        """Hold settings of the library that would change the arithmetic of a call."""
+        return nullcontext()
+
+    def host_call(self, call: Any) -> Any:
+        """Return the same call on NumPy views of its arrays, or None where there are none."""
+        return None
+
+    def to_host(self, array: Array) -> np.ndarray[Any, Any]:
+        """Return a NumPy view of an array in host memory."""
+        raise TypeError(f"arrays of {self.name} are not seen as NumPy arrays")
+
+    def from_host(self, array: np.ndarray[Any, Any]) -> Array:
+        """Return an array over the memory of a NumPy array."""
+        raise TypeError(f"arrays of {self.name} are not made from NumPy arrays")
+
     def read(self, array: Array) -> np.ndarray[Any, Any] | None:
         """Return the values of a small array, or None where they cannot be read."""
         return np.from_dlpack(array)
 
-    def as_operand(self, array: Array) -> Array:
+    def as_operand(self, name: str, array: Array) -> Array:
         """Return an array of this library, from one that `common_backend` let through."""
         return array
 
@@ -147,9 +165,10 @@ class Backend:
         """Return the scores, with derivatives that do not feel what stands in masked pairs."""
         return self.ops.scores(query, key)
 
-    def all_finite(self, array: Array) -> bool | None:
-        """Whether no element is NaN or infinite; None where that cannot be read."""
-        return bool(self.xp.all(self.xp.isfinite(array)))
+    def all_finite(self, array: Array, below: float = float("inf")) -> bool | None:
+        """Whether all magnitudes are finite, and below a bound; None where that cannot be read."""
+        found = self.read(self.xp.all(self.xp.abs(array) < below))
+        return None if found is None else bool(found)
 
     def arange(self, start: int, stop: int, device: Any) -> Array:
         return self.xp.arange(start, stop, dtype=self.xp.int32, device=device)

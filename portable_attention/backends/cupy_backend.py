@@ -13,6 +13,7 @@ class CupyBackend(Backend):
     """Arrays of CuPy; halves are widened tile by tile, so that every product is float32."""
 
     name = "cupy"
+    uses_host_blas = False
 
     def dtype(self, name: str) -> Any:
         if name == "bfloat16":

@@ -18,6 +18,7 @@ class JaxBackend(Backend):
     name = "jax"
     schedule = "scan"
     takes_numpy = True
+    uses_host_blas = False
 
     def make_ops(self) -> Ops:
         return JaxOps(jnp)
@@ -25,7 +26,11 @@ class JaxBackend(Backend):
     def asarray(self, values: np.ndarray[Any, Any], device: Any, dtype: str) -> Array:
         return jnp.asarray(values, dtype=dtype)
 
-    def as_operand(self, array: Array) -> Array:
+    def as_operand(self, name: str, array: Array) -> Array:
+        if name == "bias" and isinstance(array, np.ndarray) and array.dtype == np.float64:
+            # Without 64-bit numbers a finite bias would become -inf, and so a mask.
+            largest = jnp.finfo(jnp.asarray(0.0).dtype).max
+            array = np.where(np.isfinite(array), np.clip(array, -largest, largest), array)
         return jnp.asarray(array)
 
     def split_seed(self, seed: Array) -> Array:

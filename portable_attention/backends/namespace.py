@@ -12,6 +12,7 @@ import array_api_compat as compat
 import numpy as np
 
 from portable_attention.backends.base import Array, Backend
+from portable_attention.backends.numpy_backend import numpy_backend
 
 
 def common_backend(arrays: dict[str, Array]) -> Backend:
@@ -39,7 +40,7 @@ def backend_of(name: str, array: Array) -> Backend:
                 f"{name} is a numpy.ma.MaskedArray, whose mask would be lost: pass its data, and "
                 "say what may be attended with mask="
             )
-        return _numpy_backend()
+        return numpy_backend()
     if compat.is_torch_array(array):
         return _torch_backend()
     if compat.is_jax_array(array):
@@ -52,13 +53,6 @@ def backend_of(name: str, array: Array) -> Backend:
         f"{name} must be an array of NumPy, PyTorch, JAX, CuPy or another library that follows the "
         f"Array API standard, got {type(array).__module__}.{type(array).__qualname__}"
     )
-
-
-@cache
-def _numpy_backend() -> Backend:
-    from portable_attention.backends.numpy_backend import NumpyBackend
-
-    return NumpyBackend(compat.array_namespace(np.empty(0)))
 
 
 @cache

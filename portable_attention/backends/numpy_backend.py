@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -10,11 +11,16 @@ import numpy as np
 from portable_attention.backends.base import Array, Backend, Ops
 
 
+@cache
+def numpy_backend() -> NumpyBackend:
+    """Return the backend of NumPy, which has the Array API standard in its own namespace."""
+    return NumpyBackend(np)
+
+
 class NumpyBackend(Backend):
     """Arrays in host memory, run by the schedule with tile threads."""
 
     name = "numpy"
-    schedule = "host"
 
     def dtype(self, name: str) -> Any:
         if name == "bfloat16":
@@ -26,7 +32,7 @@ class NumpyBackend(Backend):
     def astype(self, array: Array, dtype: Any) -> Array:
         return array.astype(dtype, copy=False)
 
-    def as_operand(self, array: Array) -> Array:
+    def as_operand(self, name: str, array: Array) -> Array:
         return np.asarray(array)
 
     def asarray(self, values: np.ndarray[Any, Any], device: Any, dtype: str) -> Array:
@@ -34,6 +40,15 @@ class NumpyBackend(Backend):
 
     def read(self, array: Array) -> np.ndarray[Any, Any] | None:
         return np.asarray(array)
+
+    def host_call(self, call: Any) -> Any:
+        return call
+
+    def to_host(self, array: Array) -> np.ndarray[Any, Any]:
+        return np.asarray(array)
+
+    def from_host(self, array: np.ndarray[Any, Any]) -> Array:
+        return array
 
     def make_ops(self) -> Ops:
         return HostOps()

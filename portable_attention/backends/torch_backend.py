@@ -1,22 +1,61 @@
-"""PyTorch: reading values that a transform may hide, and stopping gradients."""
+"""PyTorch: host memory seen as NumPy arrays, values that a transform may hide, and gradients."""
 
 from __future__ import annotations
 
+import importlib.util
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
 
 from portable_attention.backends.base import Array, Backend
+from portable_attention.backends.numpy_backend import numpy_backend
 
 
 class TorchBackend(Backend):
     """Tensors of PyTorch, on any of its devices."""
 
     name = "torch"
+    uses_host_blas = False
 
     def asarray(self, values: np.ndarray[Any, Any], device: Any, dtype: str) -> Array:
         return torch.as_tensor(values.tolist(), dtype=self.dtype(dtype), device=device)
+
+    def settings(self, device: Any) -> AbstractContextManager[None]:
+        # Autocast would round the operands of each product.
+        context: AbstractContextManager[None] = torch.autocast(device.type, enabled=False)
+        return context
+
+    def host_call(self, call: Any) -> Any:
+        operands = ("query", "key", "value", "mask", "bias", "sinks", "seed")
+        arrays = {name: getattr(call, name) for name in operands}
+        given = {name: array for name, array in arrays.items() if array is not None}
+        if (
+            call.device.type != "cpu"
+            or transforming()
+            or self.needs_gradient(*given.values())
+            or not all(_has_memory(array) for array in given.values())
+            or not all(isinstance(limit, int | np.ndarray) for _, limit in call.limits.items())
+        ):
+            return None
+        views = {name: self.to_host(array) for name, array in given.items()}
+        return replace(call, backend=numpy_backend(), device="cpu", **views)
+
+    def to_host(self, array: Array) -> np.ndarray[Any, Any]:
+        array = array.detach().resolve_neg()
+        if array.dtype == torch.bfloat16:
+            bits: np.ndarray[Any, Any] = array.view(torch.int16).numpy()
+            return bits.view(numpy_backend().dtype("bfloat16"))
+        values: np.ndarray[Any, Any] = array.numpy()
+        return values
+
+    def from_host(self, array: np.ndarray[Any, Any]) -> Array:
+        if array.dtype.name == "bfloat16":
+            return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+        return torch.from_numpy(array)
 
     def read(self, array: Array) -> np.ndarray[Any, Any] | None:
         try:
@@ -43,10 +82,6 @@ class TorchBackend(Backend):
             rest = torch.where(torch.isfinite(found), 0.0, found)
         return scores + rest
 
-    def all_finite(self, array: Array) -> bool | None:
-        finite = self.read(torch.isfinite(array).all())
-        return None if finite is None else bool(finite)
-
     def stop_gradient(self, array: Array) -> Array:
         return array.detach()
 
@@ -57,3 +92,23 @@ class TorchBackend(Backend):
 
 def _finite_or_zero(array: Array) -> Array:
     return torch.where(torch.isfinite(array), array, 0.0)
+
+
+def transforming() -> bool:
+    """Whether a transform of torch.func, or forward-mode differentiation, is at work."""
+    return (
+        torch._C._functorch.peek_interpreter_stack() is not None
+        or torch.autograd.forward_ad._current_level >= 0
+    )
+
+
+def _has_memory(array: Array) -> bool:
+    """Whether a CPU tensor is plain memory that NumPy can see."""
+    plain = type(array) in (torch.Tensor, torch.nn.Parameter)
+    strided = array.layout == torch.strided and not torch.compiler.is_compiling()
+    return plain and strided and (array.dtype != torch.bfloat16 or _has_bfloat16())
+
+
+@cache
+def _has_bfloat16() -> bool:
+    return importlib.util.find_spec("ml_dtypes") is not None

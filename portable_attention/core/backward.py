@@ -32,13 +32,16 @@ class Cotangents:
     d_output: Array  # as output
     d_lse: Array | None  # as lse
 
-    def part(self, index: plan.Index) -> Cotangents:
+    def map(self, convert: Callable[[Array], Array]) -> Cotangents:
         return Cotangents(
-            plan.take(self.output, index),
-            plan.take(self.lse, index),
-            plan.take(self.d_output, index),
-            plan.take(self.d_lse, index),
+            *(
+                None if array is None else convert(array)
+                for array in (self.output, self.lse, self.d_output, self.d_lse)
+            )
         )
+
+    def part(self, index: plan.Index) -> Cotangents:
+        return self.map(lambda array: plan.take(array, index))
 
 
 def row_gradients(
@@ -64,9 +67,12 @@ def row_gradients(
     if careful:
         # Nothing comes back through a row that attends nothing.
         d_output = xp.where(lse == _NEG_INF, 0.0, d_output)
+    d_lse = None if given.d_lse is None else xp.expand_dims(given.d_lse[..., here], axis=-1)
+    if careful and d_lse is not None:
+        d_lse = xp.where(lse == _NEG_INF, 0.0, d_lse)
     inner = xp.sum(d_output * given.output[..., here, :], axis=-1, keepdims=True)
-    if given.d_lse is not None:
-        inner = inner - xp.expand_dims(given.d_lse[..., here], axis=-1)
+    if d_lse is not None:
+        inner = inner - d_lse
     shift = tile.finite_shift(xp, lse)
 
     query = backend.astype(part.query[..., here, :], dtype)

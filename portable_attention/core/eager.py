@@ -74,9 +74,16 @@ class Part:
         return backend.astype(array[..., slice(*columns), :], dtype)
 
     @cached_property
-    def finite_values(self) -> bool:
-        """Whether the values are known to be finite, so that a weight of 0 takes them away."""
-        return self.call.backend.all_finite(self.value) is True
+    def ordinary_values(self) -> bool:
+        """Whether the values are known to be finite, and far enough from overflow to be summed."""
+        backend = self.call.backend
+        return backend.all_finite(self.value, masking.LARGE_VALUE) is True
+
+    @cached_property
+    def value_factor(self) -> Array:
+        """A power of two by head, (..., Hkv, 1, 1, 1), that makes sums of its values safe."""
+        dtype = self.call.backend.dtype(self.call.problem.compute_dtype)
+        return masking.value_factor(self.call.backend, self.value, dtype)
 
     @cached_property
     def limits(self) -> Limits:
@@ -179,11 +186,11 @@ def attend_rows(
 
     for met in part.tiles(rows, block_k):
         value = met.value
-        if not part.finite_values:
+        if not part.ordinary_values:
             attended = masking.both([met.allowed, met.kept])
             size = met.columns[1] - met.columns[0]
             infinite = _add_infinities(backend, infinite, value, attended, (*shape[:-1], size))
-            value = xp.where(xp.isfinite(value), value, 0.0)
+            value = xp.where(xp.isfinite(value), value, 0.0) * part.value_factor
         scores = tile.tile_scores(
             backend,
             query,
@@ -199,9 +206,10 @@ def attend_rows(
     if occupied is False:
         occupied = xp.zeros(shape, dtype=xp.bool, device=call.device)
     if bounded:
-        # Only a score of +inf makes an infinite sum here; its row is NaN.
-        overflown = xp.isinf(state.denominator)
-        state = state._replace(denominator=xp.where(overflown, float("nan"), state.denominator))
+        state = tile.unbounded(backend, state)
+        lost = ~xp.isfinite(state.accumulator) & xp.isfinite(state.denominator)
+        if xp.any(lost):
+            return attend_rows(part, rows, block_k)
     output, lse = tile.finish(
         backend,
         state,
@@ -209,6 +217,8 @@ def attend_rows(
         sinks=part.sinks,
         keep_rate=1.0 - problem.dropout_rate,
     )
+    if not part.ordinary_values:
+        output = output / part.value_factor
     if infinite is not None:
         output = output + masking.infinite_part(backend, *infinite)
     return output, lse

@@ -56,7 +56,9 @@ def _chunk(part: Part, given: Cotangents, blocks: tuple[int, int]) -> dict[str, 
     block_q, block_k = blocks
     # Whether NaN or infinities could reach rows that do not attend them.
     careful = not all(
-        backend.all_finite(array) for array in (part.query, part.key, part.value, given.d_output)
+        backend.all_finite(array)
+        for array in (part.query, part.key, part.value, given.d_output, given.d_lse)
+        if array is not None
     ) or bool(xp.any(xp.isnan(given.lse)))
     strips = {"key": _Strip(part, "key"), "value": _Strip(part, "value")}
     bias_strips: list[_Strip] = []

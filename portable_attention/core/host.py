@@ -25,8 +25,12 @@ from portable_attention.core.threads import Task, run_tasks
 _SMALL_SCORE = 32.0
 # Far enough from overflow that adding a bias cannot reach it.
 _FINITE_SCORE = 1e30
-# Below this a denominator could have lost digits to underflow in the products that go with it.
+# Weights far below 1, or small sums of values under weights below 1, may have lost digits to
+# underflow, which a maximum would have kept them from.
 _SMALL_DENOMINATOR = 1e-7
+_SMALL_SUM = 1e-30
+# Squares below this may have lost digits, too: a norm counts as its root at the least.
+_SMALL_SQUARE = 1e-30
 # Finding the largest norms costs a pass over the keys, which pays when several rows share it.
 _ROWS_FOR_BOUND = 32
 # Small heads are batched until a tile holds as many scores as one large tile.
@@ -125,7 +129,7 @@ def _largest_norm(rows: Array) -> tuple[Array, Array]:
         finite = np.isfinite(rows).all(axis=-1)
         squares = np.where(finite, squares, 0.0)
     axes = (..., np.newaxis, np.newaxis)
-    return squares.max(axis=-1, initial=0.0)[axes], finite.all(axis=-1)[axes]
+    return squares.max(axis=-1, initial=_SMALL_SQUARE)[axes], finite.all(axis=-1)[axes]
 
 
 def _attend(heads: Heads, rows: tuple[int, int], output: Array, lse: Array) -> None:
@@ -155,6 +159,8 @@ def _attend(heads: Heads, rows: tuple[int, int], output: Array, lse: Array) -> N
     state = _attend_fast(heads, rows, query, late_scale, bounded)
     denominator = state.denominator
     empty = denominator == 0.0 if bounded else state.maximum == float("-inf")
+    if bounded:
+        state = tile.unbounded(backend, state)
     output[place], lse[place] = tile.finish(
         backend,
         state,
@@ -162,7 +168,12 @@ def _attend(heads: Heads, rows: tuple[int, int], output: Array, lse: Array) -> N
         sinks=heads.sinks,
         keep_rate=1.0 - problem.dropout_rate,
     )
-    doubtful = (denominator < _SMALL_DENOMINATOR) & ~empty if bounded else empty & ~finite
+    if bounded:
+        doubtful = (denominator < _SMALL_DENOMINATOR) & ~empty
+        small_sums = np.abs(state.accumulator) < _SMALL_SUM
+        doubtful |= (denominator < 1.0) & ~empty & small_sums.any(axis=-1, keepdims=True)
+    else:
+        doubtful = empty & ~finite
     doubtful = doubtful.any(axis=(-1, -2))
     wrong = ~np.isfinite(denominator).all(axis=(-1, -2))
     wrong |= ~np.isfinite(state.accumulator).all(axis=(-1, -2))

@@ -168,6 +168,7 @@ class _Gathered:
             heads.key[..., keys, :],
             heads.value[..., keys, :],
             given.d_output[..., rows, :],
+            0.0 if given.d_lse is None else given.d_lse[..., rows],
         )
         # A sum is finite only if all its terms are, and costs no memory.
         finite = all(np.isfinite(np.sum(array, dtype=heads.dtype)) for array in arrays)

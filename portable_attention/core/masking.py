@@ -13,6 +13,7 @@ from portable_attention.backends.base import dtype_name
 from portable_attention.core.problem import Limits
 
 _NEG_INF = float("-inf")
+LARGE_VALUE = 1e25
 
 
 def limits_on_device(backend: Backend, limits: Limits, device: Any) -> Limits:
@@ -71,6 +72,21 @@ def bias_block(backend: Backend, bias: Array | None, dtype: Any) -> Array | None
 def not_masked(bias: Array | None) -> Array | None:
     """Return where a bias allows a pair: anything but -inf does, NaN included."""
     return None if bias is None else bias != _NEG_INF
+
+
+def value_factor(backend: Backend, value: Array, dtype: Any) -> Array:
+    """Return what to multiply values by so that their sums stay finite: 1 nearly always.
+
+    The weights are divided by their sum at the end, so sums of values exceed the output by a factor
+    of up to the number of keys.
+    """
+    xp = backend.xp
+    if value.shape[-1] == 0 or value.shape[-2] == 0:
+        return xp.ones((1,), dtype=dtype, device=backend.device(value))
+    size = xp.abs(backend.astype(value, dtype))
+    size = xp.where(xp.isfinite(size), size, 0.0)
+    largest = xp.max(size, axis=(-1, -2), keepdims=True)
+    return xp.where(largest >= LARGE_VALUE, 2.0**-40, xp.ones_like(largest))
 
 
 def infinities(backend: Backend, value: Array, dtype: Any) -> tuple[Array, Array]:

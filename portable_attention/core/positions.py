@@ -135,7 +135,9 @@ def _integers(
     values = owner.read(given)
     axes = (*([1] * (len(batch) - len(shape))), *shape, 1, 1, 1, 1)
     if values is None:
-        return backend.astype(backend.xp.reshape(given, axes), backend.dtype("int32"))
+        info = backend.xp.iinfo(given.dtype)
+        near = backend.xp.clip(given, max(info.min, -_FAR), min(info.max, _FAR))
+        return backend.astype(backend.xp.reshape(near, axes), backend.dtype("int32"))
     if values.dtype.kind == "u":
         values = np.minimum(values, np.uint64(1 << 62))
     wide = values.astype(np.int64)

@@ -85,6 +85,25 @@ class Call:
     headless: bool  # all inputs were 2-D
     layout: str
 
+    def inner(self, array: Array, *, rows: bool = False) -> Array:
+        """Bring what is like the output (or, with `rows`, the lse) to the inner axes and dtype."""
+        backend, shape = self.backend, self.problem.output_shape
+        if not rows and self.layout == "blhd":
+            array = swap_heads(backend, array)
+        array = backend.xp.reshape(array, shape[:-1] if rows else shape)
+        return backend.astype(array, backend.dtype(self.problem.compute_dtype))
+
+    def outer(self, name: str, gradient: Array, like: Array) -> Array:
+        """Bring a gradient from the inner axes to the shape and dtype of its argument."""
+        backend, shape = self.backend, tuple(like.shape)
+        swapped = self.layout == "blhd" and name in ("query", "key", "value")
+        if swapped:
+            shape = (*shape[:-3], shape[-2], shape[-3], shape[-1])
+        gradient = backend.xp.reshape(gradient, shape)
+        if swapped:
+            gradient = swap_heads(backend, gradient)
+        return backend.astype(gradient, like.dtype)
+
     def restore(self, output: Array, lse: Array) -> tuple[Array, Array]:
         """Bring results (*batch, Hkv, G, Lq, Dv) and (*batch, Hkv, G, Lq) to the caller's axes."""
         xp, problem = self.backend.xp, self.problem
@@ -94,10 +113,14 @@ class Call:
         length = problem.query_length
         output = xp.reshape(output, (*lead, length, problem.value_width))
         lse = xp.reshape(lse, (*lead, length))
-        if self.layout == "blhd":
-            axes = tuple(range(len(lead) - 1))
-            output = xp.permute_dims(output, (*axes, len(lead), len(lead) - 1, len(lead) + 1))
-        return output, lse
+        return (swap_heads(self.backend, output) if self.layout == "blhd" else output), lse
+
+
+def swap_heads(backend: Backend, array: Array) -> Array:
+    """Exchange the axes of heads and length, (..., H, L, D) and (..., L, H, D)."""
+    axes = tuple(range(array.ndim - 3))
+    last = array.ndim
+    return backend.xp.permute_dims(array, (*axes, last - 2, last - 3, last - 1))
 
 
 def is_host(limit: Limit) -> bool:

@@ -107,8 +107,12 @@ class _Schedule:
             for name, limit in limits.items()
         }
         self.seed = arrays["seed"]
-        value = arrays["value"]
+        value: Array = arrays["value"]
         self.values_finite = jnp.all(jnp.isfinite(value))
+        factor = lax.stop_gradient(masking.value_factor(self.backend, value, self.dtype))
+        self.operands["factor"] = _operand(
+            jnp.broadcast_to(factor, (*value.shape[:-2], 1, 1)), problem
+        )
 
         budget = self.backend.score_budget(None)
         (self.block_q, self.block_k), capacity = plan.batching(problem, budget)
@@ -140,13 +144,14 @@ class _Schedule:
             jnp.full(shape, -jnp.inf, self.dtype),
             jnp.zeros(shape, self.dtype),
         )
+        factor = block.part("factor")
         always = problem.key_length > 0 and not block.restricted
 
         def visit(carried: Any, visited: Array) -> Any:
             state, occupied = carried
             columns, allowed, kept = block.pairs(visited)
             key = block.keys("key", columns).astype(self.dtype)
-            value = finite_or_zero(block.keys("value", columns).astype(self.dtype))
+            value = finite_or_zero(block.keys("value", columns).astype(self.dtype)) * factor
             bias = block.tile_of("bias", columns)
             scores = tile.tile_scores(
                 backend,
@@ -171,7 +176,7 @@ class _Schedule:
             sinks=block.part("sinks"),
             keep_rate=1.0 - problem.dropout_rate,
         )
-        output = output + lax.stop_gradient(
+        output = output / factor + lax.stop_gradient(
             lax.cond(
                 self.values_finite,
                 lambda: jnp.zeros(output.shape, self.dtype),

@@ -12,10 +12,11 @@ from portable_attention.backends.base import dtype_name
 from portable_attention.core.arguments import FLOATS, real_number, whole_number
 from portable_attention.core.dropout import Dropout, check_dropout
 from portable_attention.core.positions import make_limits
-from portable_attention.core.problem import Call, Problem
+from portable_attention.core.problem import Call, Problem, swap_heads
 
 LAYOUTS = ("bhld", "blhd")
 ENGINES = ("auto", "portable")
+_FAR_CAP = 1e-8  # of the largest number: scores that near it would be alone in their softmax
 
 
 def validate(
@@ -47,7 +48,7 @@ def validate(
         if given[name] is None:
             raise TypeError(f"{name} must be an array, got None")
     backend = common_backend(arrays)
-    arrays = {name: backend.as_operand(array) for name, array in arrays.items()}
+    arrays = {name: backend.as_operand(name, array) for name, array in arrays.items()}
     device = common_device(backend, arrays)
 
     dtype = _common_dtype(arrays)
@@ -92,8 +93,8 @@ def validate(
         value_width=value_width,
         dtype=dtype,
         compute_dtype=compute_dtype,
-        scale=_check_scale(backend, scale, width),
-        softcap=_check_softcap(softcap),
+        scale=_check_scale(scale, width, compute_dtype),
+        softcap=_check_softcap(softcap, compute_dtype),
         dropout_rate=rate,
         block_size=_check_block_size(block_size),
         span=span,
@@ -169,10 +170,7 @@ def _with_heads(backend: Backend, name: str, array: Array, layout: str) -> Array
             raise ValueError(
                 f"{name} must have axes (..., L, H, D) with layout='blhd', got shape {shape}"
             )
-        axes = range(len(shape) - 3)
-        return backend.xp.permute_dims(
-            array, (*axes, len(shape) - 2, len(shape) - 3, len(shape) - 1)
-        )
+        return swap_heads(backend, array)
     if len(shape) < 2:
         raise ValueError(f"{name} must have axes (..., H, L, D) or (L, D), got shape {shape}")
     return _pad(backend, array, 3)
@@ -280,18 +278,22 @@ def _check_sinks(backend: Backend, sinks: Array | None, kv_heads: int, groups: i
     return backend.xp.reshape(sinks, (kv_heads, groups, 1, 1))
 
 
-def _check_scale(backend: Backend, scale: Any, width: int) -> float:
+def _check_scale(scale: Any, width: int, compute_dtype: str) -> float:
     if scale is None:
         return 1.0 / math.sqrt(width) if width else 1.0
     number = real_number(
         "scale", scale, ": multiply the query by a traced or learned scale and pass scale=1.0"
     )
-    if not math.isfinite(number):
-        raise ValueError(f"scale must be finite, got {number}")
+    largest = float(np.finfo(compute_dtype).max)
+    if not abs(number) <= largest:
+        raise ValueError(
+            f"scale must be a finite number of {compute_dtype}, the dtype of the scores, "
+            f"at most {largest:.3g} in magnitude, got {number}"
+        )
     return number
 
 
-def _check_softcap(softcap: Any) -> float | None:
+def _check_softcap(softcap: Any, compute_dtype: str) -> float | None:
     if softcap is None:
         return None
     number = real_number("softcap", softcap)
@@ -299,7 +301,12 @@ def _check_softcap(softcap: Any) -> float | None:
         raise ValueError(
             f"softcap must be a finite number > 0, got {number}: leave it None for no cap"
         )
-    return number
+    # A cap that is tiny makes all scores 0, and one that no score comes near changes none; the
+    # quotient of score and cap would leave the range of normal numbers.
+    limits = np.finfo(compute_dtype)
+    if number > _FAR_CAP * float(limits.max):
+        return None
+    return max(number, float(limits.tiny))
 
 
 def _check_block_size(block_size: Any) -> tuple[int, int] | None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import Any
@@ -87,8 +86,6 @@ class _BlasGuard:
 
 
 _guard = _BlasGuard()
-_pool: ThreadPoolExecutor | None = None
-_pool_lock = threading.Lock()
 
 
 def available_cores() -> int:
@@ -99,9 +96,7 @@ def available_cores() -> int:
 
 
 def _after_fork() -> None:
-    # The child has neither the pool's threads nor the callers that hold the guard.
-    global _pool, _pool_lock
-    _pool, _pool_lock = None, threading.Lock()
+    # The child has none of the callers that hold the guard.
     _guard.lock = threading.Lock()
     if _guard.depth:
         _guard.depth = 0
@@ -133,14 +128,6 @@ def _one_thread_here() -> Iterator[None]:
         yield
 
 
-def _executor() -> ThreadPoolExecutor:
-    global _pool
-    with _pool_lock:
-        if _pool is None:
-            _pool = ThreadPoolExecutor(available_cores(), thread_name_prefix="portable-attention")
-        return _pool
-
-
 def run_tasks(tasks: Iterator[Task], count: int) -> None:
     """Run independent tasks, in as many threads as BLAS may use, the caller's own among them.
 
@@ -148,24 +135,31 @@ def run_tasks(tasks: Iterator[Task], count: int) -> None:
     and is raised when all of them have stopped.
     """
     helpers = min(_guard.threads(), available_cores(), count) - 1
+    queue = _Queue(tasks)
     with one_blas_thread():
-        if helpers <= 0:
-            with np.errstate(all="ignore"):
-                for task in tasks:
-                    task()
-            return
-        queue = _Queue(tasks)
-        futures: list[Future[None]] = []
+        threads = []
         try:
-            futures = [_executor().submit(queue.work) for _ in range(helpers)]
+            for _ in range(helpers):
+                threads.append(_start(queue))
             queue.work()
         finally:
-            queue.stop()
-            # A helper that another call keeps from starting has nothing left to do here.
-            wait([future for future in futures if not future.cancel()])
-        for future in futures:
-            if not future.cancelled():
-                future.result()
+            queue.stopped = True
+            for thread in threads:
+                if thread is not None:
+                    thread.join()
+    if queue.error is not None:
+        raise queue.error
+
+
+def _start(queue: _Queue) -> threading.Thread | None:
+    # Daemons of one call: an interpreter that ends does not wait for them, nothing is left between
+    # calls, and a forked child misses none. Starting one costs less than the smallest tile.
+    thread = threading.Thread(target=queue.help, name="portable-attention", daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:  # the interpreter is shutting down: the caller's thread does it all
+        return None
+    return thread
 
 
 class _Queue:
@@ -174,20 +168,24 @@ class _Queue:
     def __init__(self, tasks: Iterator[Task]) -> None:
         self._tasks = tasks
         self._lock = threading.Lock()
-        self._stopped = False
+        self.stopped = False
+        self.error: BaseException | None = None
 
     def _next(self) -> Task | None:
         with self._lock:
-            return None if self._stopped else next(self._tasks, None)
-
-    def stop(self) -> None:
-        self._stopped = True
+            return None if self.stopped else next(self._tasks, None)
 
     def work(self) -> None:
-        with np.errstate(all="ignore"), _one_thread_here():
-            try:
-                while (task := self._next()) is not None:
-                    task()
-            except BaseException:
-                self._stopped = True
-                raise
+        """Take tasks until there are none, or another thread has failed."""
+        with np.errstate(all="ignore"):
+            while (task := self._next()) is not None:
+                task()
+
+    def help(self) -> None:
+        """Do the same in a thread that has nobody to raise an error to."""
+        try:
+            with _one_thread_here():
+                self.work()
+        except BaseException as error:
+            self.stopped = True
+            self.error = error

@@ -127,6 +127,16 @@ def update(
     return SoftmaxState(ops.add(accumulator, ops.product(weights, value)), maximum, denominator)
 
 
+def unbounded(backend: Backend, state: SoftmaxState) -> SoftmaxState:
+    """Return the state of bounded scores as one that has a maximum: -inf where it saw nothing."""
+    xp = backend.xp
+    maximum = xp.where(state.denominator == 0.0, _NEG_INF, state.maximum)
+    # Only a score of +inf makes an infinite sum of bounded scores; its row is NaN.
+    overflown = xp.isinf(state.denominator)
+    denominator = xp.where(overflown, float("nan"), state.denominator)
+    return SoftmaxState(state.accumulator, maximum, denominator)
+
+
 def finish(
     backend: Backend,
     state: SoftmaxState,
