@@ -45,7 +45,8 @@ def reference_of(query, key, value, **options: Any) -> Reference:
         exact.output,
         exact.lse,
         2 * output_error + 2 * ulp(dtype, largest(terms)),
-        2 * lse_error + 2 * ulp(lse_dtype(dtype), largest(exact.lse)),
+        # An ulp of the denominator is an ulp of 1 in its logarithm.
+        2 * lse_error + 2 * ulp(lse_dtype(dtype), max(1.0, largest(exact.lse))),
     )
 
 
