@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from portable_attention.backends import Array, common_backend
 from portable_attention.backends.base import dtype_name
 from portable_attention.core import schedules
-from portable_attention.core.arguments import FLOATS
+from portable_attention.core.arguments import FLOATS, check_flag
 from portable_attention.core.backward import Cotangents
 from portable_attention.core.dropout import Dropout
 from portable_attention.core.problem import Call
@@ -101,6 +101,7 @@ def attention_vjp(
     >>> bool(((better - target) ** 2).sum() < ((output - target) ** 2).sum())
     True
     """
+    check_flag("return_lse", return_lse)
     call = validate(
         query,
         key,
