@@ -9,7 +9,7 @@ and infinities must be where the oracle has them.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -27,14 +27,20 @@ class Reference:
     lse_allowance: float
 
 
+class Gradient(NamedTuple):
+    """What a gradient must be, and how far from it an honest implementation lies."""
+
+    expected: np.ndarray
+    allowance: float
+
+
 def reference_of(query, key, value, **options: Any) -> Reference:
     """Return the oracle's result for a call, with the errors that it may have."""
     dtype = dtype_name(query.dtype)
-    # A float64 call is judged in more than float64 where the machine has more.
-    wide = np.longdouble if dtype == "float64" else np.float64
-    exact = oracle.attention(query, key, value, precision=wide, **options)
+    exact = oracle.attention(query, key, value, precision=_wide(dtype), **options)
     output_error = lse_error = 0.0
-    for honest in _honest_results(query, key, value, options):
+    for arguments in _honest_calls(query, key, value, options):
+        honest = oracle.attention(**arguments)
         with np.errstate(over="ignore"):
             rounded = honest.output.astype(numpy_dtype(dtype))
         output_error = max(output_error, largest_difference(rounded, exact.output))
@@ -45,37 +51,72 @@ def reference_of(query, key, value, **options: Any) -> Reference:
         exact.output,
         exact.lse,
         2 * output_error + 2 * ulp(dtype, largest(terms)),
-        2 * lse_error + 2 * ulp(lse_dtype(dtype), largest(exact.lse)),
+        # An ulp of the denominator is an ulp of 1 in its logarithm.
+        2 * lse_error + 2 * ulp(lse_dtype(dtype), max(1.0, largest(exact.lse))),
     )
 
 
-def _honest_results(query, key, value, options):
-    """Yield the plain formula in working precision, and variants that are as honest.
+def gradients_of_oracle(arguments: dict[str, Any], **cotangents: Any) -> dict[str, Gradient]:
+    """Return the oracle's gradients of a call, by argument, with the errors that they may have.
 
-    One order of summation may lose little, by luck, on a call of a few numbers. So the products
-    are summed in several orders, with the scale applied to the scores or to the query, and from
-    numbers one unit in the last place off, which is what the rounding of a sum amounts to.
+    Memory that is linear in the lengths has no room for the weights, so an honest implementation
+    makes them again from the lse, and from scores that need not be rounded as they were before.
+    """
+    dtype = dtype_name(arguments["query"].dtype)
+    exact = oracle.vjp(**arguments, **cotangents, precision=_wide(dtype))
+    inputs = {name: arguments[name] for name in ("query", "key", "value")}
+    options = {name: value for name, value in arguments.items() if name not in inputs}
+    honest_calls = list(_honest_calls(**inputs, options=options, scale_first=False))
+    lse = oracle.steps_of(**honest_calls[0]).lse
+    errors = dict.fromkeys(exact, 0.0)
+    for honest in honest_calls:
+        for name, gradient in oracle.vjp(**honest, **cotangents, lse=lse).items():
+            rounded = gradient.astype(np.asarray(arguments[name]).dtype)
+            errors[name] = max(errors[name], largest_difference(rounded, exact[name]))
+    sizes = oracle.vjp(**arguments, **cotangents, sizes=True)
+    return {
+        name: Gradient(
+            gradient,
+            2 * errors[name]
+            + 2 * ulp(dtype_name(arguments[name].dtype), largest(gradient))
+            + 2 * ulp(lse_dtype(dtype), largest(sizes[name])),
+        )
+        for name, gradient in exact.items()
+    }
+
+
+def _wide(dtype: str) -> Any:
+    """Return what the oracle computes in: more than float64 for a float64 call, where there is."""
+    return np.longdouble if dtype == "float64" else np.float64
+
+
+def _honest_calls(query, key, value, options, scale_first=True):
+    """Yield calls of the oracle in working precision: the plain one, and some as honest as that.
+
+    One of them alone may lose little, by luck, on a call of a few numbers. So the scale is applied
+    to the scores or first to the query, and the products are made of numbers one unit in the last
+    place off, which is what the rounding of a sum amounts to.
     """
     precision = np.float64 if dtype_name(query.dtype) == "float64" else np.float32
     query, key, value = (np.asarray(array).astype(precision) for array in (query, key, value))
-    width = query.shape[-1]
     scale = options.get("scale")
     if scale is None:
-        scale = 1 / np.sqrt(width) if width else 0.0
+        scale = 1 / np.sqrt(query.shape[-1]) if query.shape[-1] else 0.0
     rng = np.random.default_rng(0)
 
     def shaken(array):
         """Return the array with each number moved to one of its neighbours."""
+        ordinary = np.isfinite(array) & (array != 0)
         way = np.where(rng.random(array.shape) < 0.5, -np.inf, np.inf).astype(precision)
-        return np.nextafter(array, way, where=array != 0, out=array.copy())
+        return np.nextafter(array, way, where=ordinary, out=array.copy())
 
-    with np.errstate(all="ignore"):
-        variants = [(query, key, scale), (query * precision(scale), key, 1.0)]
-        variants += [(shaken(query), shaken(key), scale) for _ in range(3)]
-    for own_query, own_key, own_scale in variants:
-        order = rng.permutation(width)
-        arguments = {**options, "scale": own_scale, "precision": precision}
-        yield oracle.attention(own_query[..., order], own_key[..., order], value, **arguments)
+    plain = {**options, "query": query, "key": key, "value": value, "precision": precision}
+    yield plain
+    if scale_first:
+        with np.errstate(all="ignore"):
+            yield {**plain, "query": query * precision(scale), "scale": 1.0}
+    for _ in range(4):
+        yield {**plain, "query": shaken(query), "key": shaken(key)}
 
 
 def assert_accurate(output, lse, reference: Reference) -> None:

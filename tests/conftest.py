@@ -45,6 +45,12 @@ def _chosen(config: pytest.Config) -> list[str]:
     return [name for name in BACKENDS if name in chosen]
 
 
+def _dtypes(backend: Backend) -> tuple[str, ...]:
+    """Return the dtypes of the tests that run over dtypes; float32 is in all the others."""
+    # Each is compiled anew: a half and a double then stand for the rest.
+    return ("bfloat16", "float64") if backend.compiled else backend.dtypes
+
+
 def pytest_report_header(config: pytest.Config) -> list[str]:
     lines = []
     for name in _chosen(config):
@@ -65,7 +71,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         return  # the test names its backends itself
     here = [name for name in _chosen(metafunc.config) if not MISSING[name]]
     if {"backend", "dtype"} <= set(metafunc.fixturenames):
-        pairs = [(name, dtype) for name in here for dtype in BACKENDS[name].dtypes]
+        pairs = [(name, dtype) for name in here for dtype in _dtypes(BACKENDS[name])]
         metafunc.parametrize("backend,dtype", pairs, indirect=["backend"], scope="session")
     elif "backend" in metafunc.fixturenames:
         metafunc.parametrize("backend", here, indirect=True, scope="session")

@@ -11,7 +11,7 @@ D for the width of query and key, Dv for the width of the value.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,6 +32,7 @@ class Steps:
     key: np.ndarray  # (B..., Hq, Lk, D), repeated for the query heads
     value: np.ndarray  # (B..., Hq, Lk, Dv), repeated for the query heads
     scale: float
+    score: np.ndarray  # (B..., Hq, Lq, Lk), after softcap and bias
     slope: np.ndarray  # (B..., Hq, Lq, Lk): d(capped score) / d(score)
     allowed: np.ndarray  # (B..., Hq, Lq, Lk), bool
     weights: np.ndarray  # (B..., Hq, Lq, Lk), before dropout
@@ -118,7 +119,19 @@ def steps_of(
         kept = allowed if keep is None else allowed & keep
         output = select_product(_after_dropout(weights, kept, rate), value, kept)
     return Steps(
-        query, key, value, scale, slope, allowed, weights, sink_weight, kept, rate, output, lse
+        query=query,
+        key=key,
+        value=value,
+        scale=scale,
+        score=score,
+        slope=slope,
+        allowed=allowed,
+        weights=weights,
+        sink_weight=sink_weight,
+        kept=kept,
+        rate=rate,
+        output=output,
+        lse=lse,
     )
 
 
@@ -221,32 +234,54 @@ def _per_item(numbers) -> np.ndarray:
 
 
 def vjp(
-    query, key, value, cotangent=None, lse_cotangent=None, *, layout="bhld", **options: Any
+    query,
+    key,
+    value,
+    cotangent=None,
+    lse_cotangent=None,
+    *,
+    lse=None,
+    sizes=False,
+    layout="bhld",
+    **options: Any,
 ) -> dict[str, np.ndarray]:
     """Return the gradients of ``sum(output * cotangent) + sum(lse * lse_cotangent)``, by formula.
 
     They come by argument name, in the shape of the argument: query, key, value, and bias and sinks
-    where given. A cotangent left out is zero.
+    where given. A cotangent left out is zero. With an `lse` the weights are made from it again, as
+    they are wherever they were not kept: it loses more, in working precision. With `sizes` they are
+    the sizes of what is summed: all numbers by their magnitude, so that nothing cancels.
     """
     arguments = {"query": query, "key": key, "value": value}
     steps = steps_of(query, key, value, layout=layout, **options)
+    if lse is not None:
+        with np.errstate(all="ignore"):
+            again = np.exp(steps.score - lse[..., None])
+        steps = replace(steps, weights=np.where(steps.allowed, again, 0).astype(again.dtype))
     if cotangent is None:
         cotangent = np.zeros_like(steps.output)
     elif layout == "blhd":
         cotangent = cotangent.swapaxes(-3, -2)
-    cotangent = np.asarray(cotangent, dtype=np.float64).reshape(steps.output.shape)
+    precision = steps.output.dtype
+    cotangent = np.asarray(cotangent).astype(precision).reshape(steps.output.shape)
     if lse_cotangent is None:
         lse_cotangent = np.zeros_like(steps.lse)
-    lse_cotangent = np.asarray(lse_cotangent, dtype=np.float64).reshape(steps.lse.shape)
+    lse_cotangent = np.asarray(lse_cotangent).astype(precision).reshape(steps.lse.shape)
+
+    sign = -1
+    if sizes:
+        sign, cotangent, lse_cotangent = 1, np.abs(cotangent), np.abs(lse_cotangent)
+        magnitudes = {name: np.abs(getattr(steps, name)) for name in (*arguments, "scale")}
+        steps = replace(steps, **magnitudes)
 
     with np.errstate(all="ignore"):
         # By each weight that is kept; what is not kept is not felt here either.
         by_weight = cotangent @ steps.value.swapaxes(-1, -2)
         by_weight = _after_dropout(by_weight, steps.kept, steps.rate)
         mean = np.where(steps.kept, steps.weights * by_weight, 0).sum(-1, keepdims=True)
-        by_score = steps.weights * (by_weight - mean + lse_cotangent[..., None])
+        by_score = steps.weights * (by_weight + sign * mean + lse_cotangent[..., None])
         by_score = np.where(steps.allowed, by_score, 0)
-        by_sink = steps.sink_weight * (lse_cotangent - mean[..., 0])
+        by_sink = steps.sink_weight * (lse_cotangent + sign * mean[..., 0])
         by_product = np.where(steps.allowed, by_score * steps.slope, 0) * steps.scale
 
         transposed = steps.allowed.swapaxes(-1, -2)

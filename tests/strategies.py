@@ -144,6 +144,10 @@ class _CallMaker:
         """Return a length or a width: mostly 1 to high, now and then 0."""
         return 0 if self.pick.chance(0.04) else self.pick.integer(1, high)
 
+    def _length(self) -> int:
+        """Return a length: mostly short; long enough for other ways to compute now and then."""
+        return self.pick.integer(32, 70) if self.pick.chance(0.12) else self._size(17)
+
     def _choose_shapes(self) -> None:
         pick = self.pick
         self.layout = pick.choice(["bhld", "bhld", "blhd"])
@@ -151,9 +155,9 @@ class _CallMaker:
         self.batch = tuple(0 if pick.chance(0.02) else pick.integer(1, 3) for _ in range(rank))
         self.key_heads = pick.integer(1, 3)
         self.heads = self.key_heads * pick.choice([1, 1, 2, 3])
-        self.query_length = self._size(17)
+        self.query_length = self._length()
         same = pick.chance(0.4)
-        self.key_length = self.query_length if same else self._size(17)
+        self.key_length = self.query_length if same else self._length()
         self.width = pick.choice([4, 1, 2, 8, 17, 0] if pick.chance(0.3) else [4, 8])
         self.value_width = self.width if pick.chance(0.5) else self._size(9)
         # 2-D inputs have one head; one alone among others of higher rank is padded.
@@ -274,7 +278,7 @@ class _CallMaker:
     def _block_size(self) -> tuple[int, int] | None:
         if self.pick.chance(0.2):
             return None
-        sizes = [3, 1, 2, 5, 7, 64]
+        sizes = [3, 1, 2, 5, 16, 64]
         return self.pick.choice(sizes), self.pick.choice(sizes)
 
     # Numbers

@@ -1,0 +1,195 @@
+"""What JAX alone has: transformations, traced options, and its default of 32 bits."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from portable_attention import Dropout, attention, merge_states, partial_attention
+
+from .accuracy import assert_accurate, reference_of
+from .backends import BACKENDS
+from .differentiate import gradients_of
+from .dropout_reference import keep_mask
+from .problems import make_inputs, restrictions
+from .running import attend
+from .strategies import RandomChooser, random_call
+
+jax = pytest.importorskip("jax", reason="needs jax")
+jnp = jax.numpy
+JAX = BACKENDS["jax"]
+
+
+@pytest.fixture(autouse=True)
+def _cpu_or_whatever_was_chosen(request):
+    chosen = request.config.getoption("--backend")
+    if chosen and not {"jax", "jax-gpu"} & set(chosen):
+        pytest.skip("needs --backend jax")
+
+
+def placed(arguments):
+    return {name: jnp.asarray(array) for name, array in arguments.items()}
+
+
+TRACED = {
+    "key_lengths": np.array([3, 7], dtype=np.int32),
+    "query_lengths": np.array([5, 2], dtype=np.int32),
+    "query_offset": np.array([2, -1], dtype=np.int32),
+}
+
+
+def test_lengths_and_offsets_may_be_traced():
+    """Their values are not known when the call is compiled; the results are the same."""
+    options = {**TRACED, "causal": True, "window": (3, 0)}
+    inputs = make_inputs()
+    reference = reference_of(**inputs, **options)
+    assert_accurate(*attend(JAX, **inputs, **options, jit=True, block_size=(3, 2)), reference)
+
+
+def test_one_compilation_serves_all_lengths():
+    inputs = placed(make_inputs())
+    traces = []
+
+    @jax.jit
+    def call(lengths):
+        traces.append(lengths)
+        return attention(**inputs, key_lengths=lengths)
+
+    for lengths in ([7, 7], [0, 3], [1, 5]):
+        found = call(jnp.asarray(lengths, jnp.int32))
+        expected = reference_of(**make_inputs(), key_lengths=np.array(lengths))
+        assert_accurate(np.asarray(found), None, expected)
+    assert len(traces) == 1
+
+
+def test_end_follows_traced_lengths():
+    options = {"key_lengths": TRACED["key_lengths"], "causal": True, "query_offset": "end"}
+    inputs = make_inputs()
+    reference = reference_of(**inputs, **options)
+    assert_accurate(*attend(JAX, **inputs, **options, jit=True), reference)
+
+
+def test_traced_lengths_out_of_range_do_not_read_beyond():
+    """They cannot be checked under a trace; what they say beyond the range is all or nothing."""
+    inputs = make_inputs()
+    found = attend(JAX, **inputs, key_lengths=np.array([100, -5], np.int32), jit=True)
+    reference = reference_of(**inputs, key_lengths=np.array([7, 0]))
+    assert_accurate(*found, reference)
+
+
+def test_seed_may_be_traced():
+    inputs = make_inputs()
+    call = jax.jit(lambda own, seed: attention(**own, dropout=Dropout(0.5, seed)))
+    for seed in (3, -4):
+        found = np.asarray(call(placed(inputs), jnp.asarray(seed, jnp.int32)))
+        kept = keep_mask(0.5, seed, (2, 2, 5, 7))
+        assert_accurate(found, None, reference_of(**inputs, keep=kept, rate=0.5))
+
+
+@pytest.mark.parametrize("name", ["query", "key", "value", "mask", "bias", "sinks"])
+def test_numpy_arrays_are_constants(name):
+    """Any of them, next to JAX's own; the result is JAX's."""
+    arguments = {**make_inputs(), "mask": np.ones((5, 7), dtype=bool)}
+    arguments |= {"bias": np.zeros((5, 7), np.float32), "sinks": np.zeros(2, np.float32)}
+    own = {**placed(arguments), name: arguments[name]}
+    found = attention(**own)
+    assert isinstance(found, jax.Array)
+    assert_accurate(np.asarray(found), None, reference_of(**arguments))
+
+
+def test_numpy_inputs_under_a_trace_are_constants():
+    """Where a mask is traced and the rest is NumPy's."""
+    inputs = make_inputs()
+    mask = restrictions()["mask"]["mask"]
+    found = jax.jit(lambda mask: attention(**inputs, mask=mask))(mask)
+    assert_accurate(np.asarray(found), None, reference_of(**inputs, mask=mask))
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_vmap_is_a_loop(axis):
+    """Over grouped heads, with a mask that is shared and lengths that are mapped."""
+    inputs = make_inputs(batch=(3, 2), heads=4, key_heads=2)
+    mask = np.random.default_rng(0).random((5, 7)) < 0.7
+    lengths = np.array([[7, 1], [0, 3], [5, 5]])
+    moved = {name: np.moveaxis(array, 0, axis) for name, array in inputs.items()}
+
+    def call(inputs, lengths):
+        return attention(**inputs, mask=mask, key_lengths=lengths, block_size=(3, 2))
+
+    found = jax.vmap(call, in_axes=(axis, 0))(placed(moved), jnp.asarray(lengths))
+    reference = reference_of(**inputs, mask=mask, key_lengths=lengths)
+    assert_accurate(np.asarray(found), None, reference)
+
+
+def test_vmap_over_the_bias_alone():
+    inputs = make_inputs()
+    bias = np.random.default_rng(0).standard_normal((3, 1, 1, 5, 7)).astype(np.float32)
+    found = jax.vmap(lambda bias: attention(**placed(inputs), bias=bias))(bias)
+    for item, own_bias in zip(np.asarray(found), bias, strict=True):
+        assert_accurate(item, None, reference_of(**inputs, bias=own_bias))
+
+
+def test_gradient_under_jit_and_of_vmap():
+    arguments = {**make_inputs(heads=4, key_heads=2), **restrictions(heads=4)["mask"]}
+    plain = gradients_of(JAX, arguments, ["query", "key", "value"])
+    compiled = gradients_of(JAX, arguments, ["query", "key", "value"], jit=True)
+    for name, gradient in plain.items():
+        np.testing.assert_allclose(compiled[name], gradient, rtol=1e-5, atol=1e-6)
+
+
+def test_forward_mode():
+    """jvp agrees with the difference along a direction."""
+    from . import oracle
+
+    with jax.enable_x64(True):
+        inputs = make_inputs(dtype="float64", queries=4, keys=5)
+        directions = make_inputs(dtype="float64", queries=4, keys=5, seed=1)
+        call = lambda own: attention(**own, causal=True, query_offset="end", block_size=(3, 2))  # noqa: E731
+        _, tangent = jax.jvp(call, (placed(inputs),), (placed(directions),))
+        along, against = (
+            oracle.attention(
+                **{n: inputs[n] + sign * 1e-6 * directions[n] for n in inputs},
+                causal=True,
+                query_offset="end",
+            ).output
+            for sign in (1, -1)
+        )
+        np.testing.assert_allclose(np.asarray(tangent), (along - against) / 2e-6, atol=1e-8)
+
+
+def test_states_under_jit():
+    inputs = make_inputs()
+
+    @jax.jit
+    def split(own):
+        parts = [slice(0, 3), slice(3, 7)]
+        return merge_states(
+            *(
+                partial_attention(own["query"], own["key"][..., s, :], own["value"][..., s, :])
+                for s in parts
+            )
+        )
+
+    output, lse = split(placed(inputs))
+    reference = reference_of(**inputs)
+    np.testing.assert_allclose(np.asarray(output), reference.output, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(np.asarray(lse), reference.lse, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("number", range(2000, 2008))
+def test_combinations_without_64_bits(number):
+    """As JAX is by default: int64 lengths and offsets of NumPy are taken all the same."""
+    call = random_call(RandomChooser(number), ("float32", "float16", "bfloat16"))
+    numpy_options = tuple(
+        name for name in ("query_lengths", "key_lengths", "query_offset") if name in call.options
+    )
+    with jax.enable_x64(False):
+        output, lse = attend(
+            JAX,
+            **call.inputs,
+            **call.options,
+            block_size=call.block_size,
+            jit=call.jit and not numpy_options,
+            keep_numpy=numpy_options,
+        )
+    assert_accurate(output, lse, reference_of(**call.inputs, **call.expected))
