@@ -6,6 +6,7 @@ from typing import Any
 
 from portable_attention.backends import Array
 from portable_attention.core import schedules
+from portable_attention.core.arguments import check_flag
 from portable_attention.core.dropout import Dropout
 from portable_attention.core.problem import Call
 from portable_attention.core.spec import validate
@@ -125,6 +126,7 @@ def attention(
     >>> output.shape, output.dtype.name, lse.shape
     ((2, 8, 128, 64), 'float32', (2, 8, 128))
     """
+    check_flag("return_lse", return_lse)
     options = {
         "mask": mask,
         "bias": bias,
@@ -144,7 +146,6 @@ def attention(
     if type(query).__module__.partition(".")[0] == "torch":
         from portable_attention.core import torch_op  # it imports PyTorch
 
-        query, key, value = torch_op.autocast(query, key, value)
         if torch_op.takes(query, key, value, bias, sinks):
             return torch_op.attend(query, key, value, options, return_lse=return_lse)
     output, lse = run(validate(query, key, value, **options))

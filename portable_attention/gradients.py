@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from portable_attention.backends import Array, common_backend
 from portable_attention.backends.base import dtype_name
 from portable_attention.core import schedules
-from portable_attention.core.arguments import FLOATS
+from portable_attention.core.arguments import FLOATS, check_flag
 from portable_attention.core.backward import Cotangents
 from portable_attention.core.dropout import Dropout
 from portable_attention.core.problem import Call
@@ -101,6 +103,7 @@ def attention_vjp(
     >>> bool(((better - target) ** 2).sum() < ((output - target) ** 2).sum())
     True
     """
+    check_flag("return_lse", return_lse)
     call = validate(
         query,
         key,
@@ -122,7 +125,9 @@ def attention_vjp(
     )
     given = {"query": query, "key": key, "value": value, "bias": bias, "sinks": sinks}
     wide_output, inner_lse = schedules.run(call, wide=True)
-    output, lse = call.restore(call.backend.astype(wide_output, call.query.dtype), inner_lse)
+    with np.errstate(all="ignore"):
+        dtype = call.backend.dtype(call.problem.dtype)
+        output, lse = call.restore(call.backend.astype(wide_output, dtype), inner_lse)
 
     def pullback(d_output: Array, d_lse: Array | None = None) -> Gradients:
         _check_cotangent(call, "d_output", d_output, output)
@@ -135,12 +140,13 @@ def attention_vjp(
             None if d_lse is None else call.inner(d_lse, rows=True),
         )
         found = schedules.run_backward(call, cotangents)
-        return Gradients(
-            *(
-                None if array is None else call.outer(name, found[name], array)
-                for name, array in given.items()
+        with np.errstate(all="ignore"):
+            return Gradients(
+                *(
+                    None if array is None else call.outer(name, found[name], array)
+                    for name, array in given.items()
+                )
             )
-        )
 
     return ((output, lse) if return_lse else output), pullback
 

@@ -169,13 +169,14 @@ def merge_states(*states: State | Sequence[Array], layout: str = "bhld") -> Stat
         shift = finite_shift(xp, largest)
         weights = [xp.exp(lse - shift) for lse in lses]
         total = reduce(lambda one, other: one + other, weights)
-        parts = [
-            _weighted(backend, pair, weight, compute_dtype, layout)
-            for pair, weight in zip(pairs, weights, strict=True)
-        ]
         occupied = largest != float("-inf")
         safe = xp.where(occupied, total, 1.0)
-        output = reduce(lambda one, other: one + other, parts) / _per_row(xp, safe, layout)
+        # Weights are divided before they meet the outputs, whose sum could overflow.
+        parts = [
+            _weighted(backend, pair, weight / safe, compute_dtype, layout)
+            for pair, weight in zip(pairs, weights, strict=True)
+        ]
+        output = reduce(lambda one, other: one + other, parts)
         lse = xp.where(occupied, shift + xp.log(safe), float("-inf"))
         return State(backend.astype(output, pairs[0].output.dtype), lse)
 

@@ -122,6 +122,10 @@ class Backend:
         """Put small host values (lengths, offsets, seeds) on a device."""
         return self.xp.asarray(values.tolist(), dtype=self.dtype(dtype), device=device)
 
+    def autocast(self, *arrays: Array) -> tuple[Array, ...]:
+        """Return query, key and value in the dtype that the library's user asked products to be."""
+        return arrays
+
     def settings(self, device: Any) -> AbstractContextManager[None]:
         """Hold settings of the library that would change the arithmetic of a call."""
         return nullcontext()

@@ -47,7 +47,7 @@ def backend_of(name: str, array: Array) -> Backend:
         return jax_backend()
     if compat.is_cupy_array(array):
         return _cupy_backend()
-    if hasattr(array, "__array_namespace__"):
+    if hasattr(array, "__array_namespace__") and not isinstance(array, type):
         return _standard_backend(compat.array_namespace(array))
     raise TypeError(
         f"{name} must be an array of NumPy, PyTorch, JAX, CuPy or another library that follows the "

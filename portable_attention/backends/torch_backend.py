@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -26,8 +26,19 @@ class TorchBackend(Backend):
 
     def settings(self, device: Any) -> AbstractContextManager[None]:
         # Autocast would round the operands of each product.
+        if not torch.amp.is_autocast_available(device.type):
+            return nullcontext()
         context: AbstractContextManager[None] = torch.autocast(device.type, enabled=False)
         return context
+
+    def autocast(self, *arrays: Array) -> tuple[Array, ...]:
+        return autocast(*arrays)
+
+    def as_operand(self, name: str, array: Array) -> Array:
+        if array.is_nested or array.layout != torch.strided:
+            kind = "nested" if array.is_nested else "sparse"
+            raise TypeError(f"{name} is a {kind} tensor: pass a dense one, {name}.to_dense()")
+        return array
 
     def host_call(self, call: Any) -> Any:
         operands = ("query", "key", "value", "mask", "bias", "sinks", "seed")
@@ -92,6 +103,19 @@ class TorchBackend(Backend):
 
 def _finite_or_zero(array: Array) -> Array:
     return torch.where(torch.isfinite(array), array, 0.0)
+
+
+def autocast(*arrays: Any) -> tuple[Any, ...]:
+    """Return query, key and value in the dtype of autocast where that is on, as PyTorch's own."""
+    device = arrays[0].device.type
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        return arrays
+    dtype = torch.get_autocast_dtype(device)
+    cast = (torch.float16, torch.bfloat16, torch.float32)
+    return tuple(
+        array.to(dtype) if isinstance(array, torch.Tensor) and array.dtype in cast else array
+        for array in arrays
+    )
 
 
 def transforming() -> bool:

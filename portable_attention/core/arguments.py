@@ -44,3 +44,9 @@ def whole_number(name: str, given: Any) -> int:
         return operator.index(given)
     except TypeError:
         raise TypeError(f"{name} must be an int, got {given!r}") from None
+
+
+def check_flag(name: str, given: Any) -> None:
+    """Check an option that is True or False."""
+    if not isinstance(given, bool | np.bool_):
+        raise TypeError(f"{name} must be True or False, got {described(given)}")

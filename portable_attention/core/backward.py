@@ -75,8 +75,7 @@ def row_gradients(
         inner = inner - d_lse
     shift = tile.finite_shift(xp, lse)
 
-    query = backend.astype(part.query[..., here, :], dtype)
-    query, late_scale = scale_query(backend, query, problem)
+    query, late_scale = scale_query(backend, part.query_rows(rows), problem)
     plain_query = finite_or_zero(xp, query) if careful else query
     d_query = xp.zeros(
         (*part.lead, rows[1] - rows[0], problem.width), dtype=dtype, device=call.device

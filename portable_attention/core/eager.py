@@ -66,6 +66,12 @@ class Part:
         dtype = self.call.backend.dtype(self.call.problem.compute_dtype)
         return self.call.backend.astype(heads, dtype)
 
+    def query_rows(self, rows: tuple[int, int]) -> Array:
+        """Return a block of the queries in the dtype of the scores."""
+        backend = self.call.backend
+        dtype = backend.dtype(self.call.problem.compute_dtype)
+        return backend.astype(self.query[..., slice(*rows), :], dtype)
+
     def tile_of(self, name: str, columns: tuple[int, int]) -> Array:
         """Return a tile of the keys or values in the dtype of the scores."""
         backend = self.call.backend
@@ -169,16 +175,15 @@ def run(call: Call, dtype: Any) -> tuple[Array, Array]:
 
 def attend_rows(
     part: Part, rows: tuple[int, int], block_k: int, *, bounded: bool = False
-) -> tuple[Array, Array]:
-    """Return the output and lse of a block of rows, exact whatever the inputs hold.
+) -> tuple[Array, Array, tile.SoftmaxState]:
+    """Return the output and lse of a block of rows, and the state that they come from.
 
-    Both are in the dtype of the scores. `bounded` says that all finite scores are small.
+    They are exact whatever the inputs hold, but for rows that took harm from `bounded`, which says
+    that all finite scores are small. All are in the dtype of the scores.
     """
     call, backend = part.call, part.call.backend
     problem, xp = call.problem, backend.xp
-    dtype = backend.dtype(problem.compute_dtype)
-    query = backend.astype(part.query[..., slice(*rows), :], dtype)
-    query, late_scale = scale_query(backend, query, problem)
+    query, late_scale = scale_query(backend, part.query_rows(rows), problem)
     shape = (*part.lead, rows[1] - rows[0], 1)
     state = tile.start(backend, shape, problem.value_width, query, bounded=bounded)
     occupied: Any = False
@@ -207,9 +212,6 @@ def attend_rows(
         occupied = xp.zeros(shape, dtype=xp.bool, device=call.device)
     if bounded:
         state = tile.unbounded(backend, state)
-        lost = ~xp.isfinite(state.accumulator) & xp.isfinite(state.denominator)
-        if xp.any(lost):
-            return attend_rows(part, rows, block_k)
     output, lse = tile.finish(
         backend,
         state,
@@ -221,7 +223,7 @@ def attend_rows(
         output = output / part.value_factor
     if infinite is not None:
         output = output + masking.infinite_part(backend, *infinite)
-    return output, lse
+    return output, lse, state
 
 
 def scale_query(backend: Backend, query: Array, problem: Problem) -> tuple[Array, float]:

@@ -29,6 +29,7 @@ _FINITE_SCORE = 1e30
 # underflow, which a maximum would have kept them from.
 _SMALL_DENOMINATOR = 1e-7
 _SMALL_SUM = 1e-30
+_NEAR_ONE = (0.37, 2.72)  # the log of which lies within (-1, 1)
 # Squares below this may have lost digits, too: a norm counts as its root at the least.
 _SMALL_SQUARE = 1e-30
 # Finding the largest norms costs a pass over the keys, which pays when several rows share it.
@@ -86,10 +87,17 @@ class Heads(eager.Part):
                 self._shared[name] = make()
             return self._shared[name]
 
+    def query_rows(self, rows: tuple[int, int]) -> Array:
+        return np.array(self.query[..., slice(*rows), :], self.dtype, order="C")
+
     def tile_of(self, name: str, columns: tuple[int, int]) -> Array:
-        """Return a tile of the keys or values as BLAS wants it."""
+        """Return a tile of the keys or values in packed rows.
+
+        BLAS wants them so, and gives other bits for other strides.
+        """
         array = self.key if name == "key" else self.value
-        if array.dtype == self.dtype and array.strides[-1] == array.itemsize:
+        rows = (array.shape[-1] * array.itemsize, array.itemsize)
+        if array.dtype == self.dtype and array.strides[-2:] == rows:
             return array[..., slice(*columns), :]
         if self.call.problem.span is None:
             # Every block of rows reads all keys: widen them once.
@@ -135,8 +143,7 @@ def _largest_norm(rows: Array) -> tuple[Array, Array]:
 def _attend(heads: Heads, rows: tuple[int, int], output: Array, lse: Array) -> None:
     """Write the results of a block of rows, for all heads of a chunk."""
     problem, backend = heads.call.problem, heads.call.backend
-    query = np.array(heads.query[..., slice(*rows), :], heads.dtype, order="C")
-    query, late_scale = eager.scale_query(backend, query, problem)
+    query, late_scale = eager.scale_query(backend, heads.query_rows(rows), problem)
 
     bounded = False
     # Scores that are known to be finite are -inf only where they are masked.
@@ -157,10 +164,9 @@ def _attend(heads: Heads, rows: tuple[int, int], output: Array, lse: Array) -> N
                 return
     place = (*heads.index, slice(*rows))
     state = _attend_fast(heads, rows, query, late_scale, bounded)
-    denominator = state.denominator
-    empty = denominator == 0.0 if bounded else state.maximum == float("-inf")
     if bounded:
         state = tile.unbounded(backend, state)
+    empty = state.maximum == float("-inf")
     output[place], lse[place] = tile.finish(
         backend,
         state,
@@ -168,23 +174,49 @@ def _attend(heads: Heads, rows: tuple[int, int], output: Array, lse: Array) -> N
         sinks=heads.sinks,
         keep_rate=1.0 - problem.dropout_rate,
     )
-    if bounded:
-        doubtful = (denominator < _SMALL_DENOMINATOR) & ~empty
-        small_sums = np.abs(state.accumulator) < _SMALL_SUM
-        doubtful |= (denominator < 1.0) & ~empty & small_sums.any(axis=-1, keepdims=True)
-    else:
-        doubtful = empty & ~finite
-    doubtful = doubtful.any(axis=(-1, -2))
-    wrong = ~np.isfinite(denominator).all(axis=(-1, -2))
-    wrong |= ~np.isfinite(state.accumulator).all(axis=(-1, -2))
-    if (doubtful | wrong).any():
-        each = zip(heads.singles(), doubtful.ravel(), wrong.ravel(), strict=True)
-        for single, out_of_bounds, not_finite in each:
-            if out_of_bounds or not_finite:
-                place = (*single.index, slice(*rows))
-                output[place], lse[place] = eager.attend_rows(
-                    single, rows, heads.block_k, bounded=bounded and not out_of_bounds
-                )
+    wrong = ~np.isfinite(state.denominator) | ~_all_finite(state.accumulator)
+    if not bounded:
+        wrong |= empty & np.logical_not(finite)
+    harmed = _harmed(state) if bounded else np.zeros_like(wrong)
+    if not (wrong.any() or harmed.any()):
+        return
+    for single, not_finite, rows_harmed in zip(
+        heads.singles(), _by_head(wrong), _by_head(harmed), strict=True
+    ):
+        if not_finite.any():
+            place = (*single.index, slice(*rows))
+            output[place], lse[place], state = eager.attend_rows(
+                single, rows, heads.block_k, bounded=bounded
+            )
+            rows_harmed = _harmed(state).ravel() if bounded else rows_harmed  # noqa: PLW2901
+        if rows_harmed.any():
+            (numbers,) = np.nonzero(rows_harmed)
+            again = (rows[0] + int(numbers[0]), rows[0] + int(numbers[-1]) + 1)
+            place = (*single.index, slice(*again))
+            output[place], lse[place], _ = eager.attend_rows(single, again, heads.block_k)
+
+
+def _by_head(rows: Array) -> Array:
+    """Return an array over rows (..., q, 1) as (heads, q)."""
+    return rows.reshape(-1, rows.shape[-2])
+
+
+def _all_finite(sums: Array) -> Array:
+    return np.isfinite(sums).all(axis=-1, keepdims=True)
+
+
+def _harmed(state: tile.SoftmaxState) -> Array:
+    """Return the rows (..., q, 1) to which having no maximum did harm.
+
+    Their sums overflowed, lost digits to underflow, or have a log near 0, which a sum relative to
+    the maximum would give more exactly.
+    """
+    total, sums = state.denominator, state.accumulator
+    small_sums = (np.abs(sums) < _SMALL_SUM).any(axis=-1, keepdims=True)
+    harmed = np.isfinite(total) & ~_all_finite(sums)
+    harmed |= (total < _SMALL_DENOMINATOR) | ((total < 1.0) & small_sums)
+    harmed |= (total > _NEAR_ONE[0]) & (total < _NEAR_ONE[1])
+    return harmed & (total != 0.0)
 
 
 def _attend_fast(

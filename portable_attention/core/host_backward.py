@@ -39,6 +39,8 @@ def run(call: Call, given: Cotangents) -> dict[str, Array]:
     if "sinks" in results:
         results["sinks"] = results["sinks"][(*([np.newaxis] * len(problem.batch)), ...)]
 
+    # The same memory layout whatever the caller's: BLAS gives other bits for other strides.
+    given = given.map(np.ascontiguousarray)
     block_q, block_k = plan.block_sizes(problem)
     capacity = plan.capacity(BUDGET, block_q * block_k)
     chunks = list(plan.chunks((*problem.batch, *problem.heads), capacity))

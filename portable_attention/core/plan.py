@@ -17,14 +17,14 @@ from portable_attention.core.problem import Limits, Problem, is_host
 # Measured with NumPy on two cores of an AMD EPYC (512 KiB of L2 each), d = 64 and 128: 512 x 512
 # float32 scores are 1 MiB, where the products run at full speed and the passes over the scores
 # still hit the cache.
-_BLOCK = 512
+BLOCK = 512
 
 Index = tuple[slice, ...]  # into (*batch, Hkv, G)
 
 
-def block_sizes(problem: Problem, rows_cap: int = _BLOCK) -> tuple[int, int]:
+def block_sizes(problem: Problem, rows_cap: int = BLOCK) -> tuple[int, int]:
     """Return how many queries and keys make a tile; no more than there are."""
-    queries, keys = problem.block_size or (min(_BLOCK, rows_cap), _BLOCK)
+    queries, keys = problem.block_size or (min(BLOCK, rows_cap), BLOCK)
     return min(queries, max(problem.query_length, 1)), min(keys, max(problem.key_length, 1))
 
 

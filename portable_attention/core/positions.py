@@ -12,7 +12,7 @@ import numpy as np
 
 from portable_attention.backends import Backend, common_backend
 from portable_attention.backends.base import dtype_name
-from portable_attention.core.arguments import described, whole_number
+from portable_attention.core.arguments import check_flag, described, whole_number
 from portable_attention.core.problem import Limit, Limits
 
 _FAR = 1 << 29  # beyond any length, and twice of it still fits into int32
@@ -32,8 +32,7 @@ def make_limits(
 ) -> tuple[int | None, Limits]:
     """Return the keys between both ends of the window (None if open), and the limits."""
     length_q, length_k = lengths
-    if not isinstance(causal, bool | np.bool_):
-        raise TypeError(f"causal must be True or False, got {described(causal)}")
+    check_flag("causal", causal)
     left, right = _check_window(window)
     if causal:
         right = 0 if right is None else min(right, 0)

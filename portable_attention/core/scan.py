@@ -209,7 +209,8 @@ class _Schedule:
         """Turn (steps, chunk, G, block_q, columns) into (heads, G, Lq, columns)."""
         problem = self.problem
         groups, columns = problem.groups, blocks.shape[-1]
-        shape = (-1, self.row_blocks, self.chunk, groups, self.block_q, columns)
+        count = self.heads // self.chunk
+        shape = (count, self.row_blocks, self.chunk, groups, self.block_q, columns)
         blocks = jnp.moveaxis(jnp.reshape(blocks, shape), 1, 3)
         blocks = jnp.reshape(blocks, (self.heads, groups, self.row_blocks, self.block_q, columns))
         whole = problem.query_length // self.block_q
@@ -218,7 +219,9 @@ class _Schedule:
         rest = problem.query_length - whole * self.block_q
         return jnp.concatenate(
             [
-                jnp.reshape(blocks[:, :, :whole], (self.heads, groups, -1, columns)),
+                jnp.reshape(
+                    blocks[:, :, :whole], (self.heads, groups, whole * self.block_q, columns)
+                ),
                 blocks[:, :, whole, self.block_q - rest :],
             ],
             axis=2,

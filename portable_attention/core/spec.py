@@ -50,6 +50,8 @@ def validate(
     backend = common_backend(arrays)
     arrays = {name: backend.as_operand(name, array) for name, array in arrays.items()}
     device = common_device(backend, arrays)
+    inputs = (arrays[name] for name in ("query", "key", "value"))
+    arrays["query"], arrays["key"], arrays["value"] = backend.autocast(*inputs)
 
     dtype = _common_dtype(arrays)
     compute_dtype = "float64" if dtype == "float64" else "float32"
@@ -60,12 +62,13 @@ def validate(
             + ", ".join(f"{name} {tuple(arrays[name].shape)}" for name in ("query", "key", "value"))
         )
     headless = all(arrays[name].ndim == 2 for name in ("query", "key", "value"))
+    given_shapes = {name: tuple(arrays[name].shape) for name in ("query", "key", "value")}
     for name in ("query", "key", "value"):
         arrays[name] = _with_heads(backend, name, arrays[name], layout)
     rank = max(arrays[name].ndim for name in ("query", "key", "value"))
     for name in ("query", "key", "value"):
         arrays[name] = _pad(backend, arrays[name], rank)
-    batch = _check_shapes(arrays, layout)
+    batch = _check_shapes(arrays, given_shapes, layout)
     heads, query_length, width = arrays["query"].shape[-3:]
     kv_heads, key_length, value_width = arrays["value"].shape[-3:]
     groups = heads // kv_heads
@@ -183,12 +186,15 @@ def _pad(backend: Backend, array: Array, rank: int) -> Array:
     return backend.xp.reshape(array, (*([1] * missing), *array.shape))
 
 
-def _check_shapes(arrays: dict[str, Array], layout: str) -> tuple[int, ...]:
+def _check_shapes(
+    arrays: dict[str, Array], given: dict[str, tuple[int, ...]], layout: str
+) -> tuple[int, ...]:
     """Check that query, key and value fit together; return their common batch axes."""
     shapes = {name: tuple(arrays[name].shape) for name in ("query", "key", "value")}
     query, key, value = shapes.values()
-    listed = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
-    listed += " as (..., H, L, D)"
+    axes = "(..., H, L, D)" if layout == "bhld" else "(..., L, H, D)"
+    listed = ", ".join(f"{name} {shape}" for name, shape in given.items())
+    listed += " as " + ("(L, D)" if all(len(shape) == 2 for shape in given.values()) else axes)
     if key[-3] != value[-3]:
         raise ValueError(f"key and value must have the same number of heads, got {listed}")
     if query[-3] == 0 or key[-3] == 0:

@@ -15,19 +15,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from portable_attention.backends.torch_backend import transforming
+from portable_attention.backends.torch_backend import autocast, transforming
 from portable_attention.core import eager, schedules
 from portable_attention.core.backward import Cotangents
 from portable_attention.core.dropout import Dropout
 from portable_attention.core.problem import Call
 from portable_attention.core.spec import validate
 
-_AUTOCAST = (torch.float16, torch.bfloat16, torch.float32)
+_FAR = 2**62
 _DIFFERENTIABLE = ("query", "key", "value", "bias", "sinks")
 
 
 def takes(*arrays: Any) -> bool:
     """Whether a call of these tensors is to be one operator: recorded, or compiled."""
+    if not isinstance(arrays[0], Tensor):
+        return False
     if torch.compiler.is_compiling():
         return True
     recorded = torch.is_grad_enabled() and any(
@@ -36,31 +38,21 @@ def takes(*arrays: Any) -> bool:
     return recorded and not transforming()
 
 
-def autocast(*arrays: Any) -> tuple[Any, ...]:
-    """Return query, key and value in the dtype of autocast where that is on, as PyTorch's own."""
-    device = arrays[0].device.type
-    if not torch.is_autocast_enabled(device):
-        return arrays
-    dtype = torch.get_autocast_dtype(device)
-    return tuple(
-        array.to(dtype) if isinstance(array, Tensor) and array.dtype in _AUTOCAST else array
-        for array in arrays
-    )
-
-
 def attend(
     query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any], *, return_lse: bool
 ) -> Any:
     """Run `attention`, with its keyword arguments as `options`, through the operator."""
+    query, key, value = autocast(query, key, value)
     if not torch.compiler.is_compiling():
         # An error is raised here in its own words, rather than in those of the dispatcher.
         validate(query, key, value, **options)
-    window = options["window"] or (None, None)
+    window = [None if side is None else _near(side) for side in options["window"] or (None, None)]
     dropout = options["dropout"]
-    block_size = options["block_size"] or (None, None)
+    block_size = [_near(size) for size in options["block_size"] or ()] or (None, None)
     seed = None if dropout is None else dropout.seed
-    if isinstance(seed, int) and seed >= 2**63:
-        seed -= 2**64  # the same 64 bits
+    if seed is not None and not isinstance(seed, Tensor):
+        seed = int(seed)
+        seed -= 2**64 if seed >= 2**63 else 0  # the same 64 bits
     offset = options["query_offset"]
     lengths = (options["query_lengths"], options["key_lengths"])
     output, lse, _ = _attend(
@@ -81,7 +73,8 @@ def attend(
         _float(options["scale"]),
         _float(options["softcap"]),
         None if dropout is None else float(dropout.rate),
-        *_number_or_tensor(seed),
+        seed if isinstance(seed, int) else None,
+        seed if isinstance(seed, Tensor) else None,
         options["layout"],
         options["engine"],
         block_size[0],
@@ -97,9 +90,17 @@ def _float(given: Any) -> float | None:
 def _number_or_tensor(given: Any) -> tuple[int | None, Tensor | None]:
     if given is None or isinstance(given, str):
         return None, None
-    if isinstance(given, Tensor | np.ndarray):
-        return None, torch.as_tensor(given)
-    return int(given), None
+    if isinstance(given, Tensor):
+        return None, given
+    if isinstance(given, np.ndarray):
+        near = np.clip(given, -_FAR, _FAR) if given.dtype.kind == "i" else np.minimum(given, _FAR)
+        return None, torch.tensor(near.tolist(), dtype=torch.int64)
+    return _near(given), None
+
+
+def _near(given: Any) -> int:
+    """Return an int that the dispatcher takes, 64 bits at most; further ones mean the same."""
+    return max(-_FAR, min(_FAR, int(given)))
 
 
 @torch.library.custom_op("portable_attention::attend", mutates_args=())

@@ -5,6 +5,7 @@ import gc
 import importlib
 import tracemalloc
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -61,12 +62,17 @@ def _lengths(length: int) -> np.ndarray:
     return np.asarray([length - 100])
 
 
+def _broadcast(array: np.ndarray) -> np.ndarray:
+    """Repeat a batch item without a copy; writeable, as PyTorch wants its memory."""
+    return np.lib.stride_tricks.as_strided(array, (2, *array.shape[1:]), (0, *array.strides[1:]))
+
+
 def _everything(length: int, **more: Any) -> dict[str, Any]:
     return {
         "mask": _key_padding(length),
         "bias": _key_bias(length),
         "causal": True,
-        "window": (length // 2, 0),
+        "window": (1024, 0),
         "query_offset": "end",
         "query_lengths": _lengths(length),
         "key_lengths": _lengths(length),
@@ -100,15 +106,15 @@ CALLS: dict[str, Call] = {
     "sinks": Call(options=_options(sinks=np.zeros(1, dtype=np.float32))),
     "dropout": Call(options=_options(dropout=Dropout(0.25, 3))),
     "lse": Call(options=_options(return_lse=True)),
-    "grouped heads": Call(heads=4, key_heads=2),
-    "one key head": Call(heads=3),
-    "batch": Call(batch=3),
+    "grouped heads": Call(heads=4, key_heads=2, options=_options(causal=True)),
+    "one key head": Call(heads=2),
+    "batch": Call(batch=2),
     "float16": Call(dtype="float16"),
     "bfloat16": Call(dtype="bfloat16"),
     "float64": Call(dtype="float64"),
-    "block size": Call(options=_options(block_size=(96, 160))),
+    "block size": Call(options=_options(block_size=(200, 320))),
     "layout": Call(heads=2, key_heads=2, options=_options(layout="blhd")),
-    "broadcast": Call(view=lambda array: np.broadcast_to(array, (2, *array.shape[1:]))),
+    "broadcast": Call(view=_broadcast),
     "reversed": Call(view=lambda array: array[..., ::-1, ::-1]),
     "portable": Call(options=_options(engine="portable")),
     "partial": Call(function=partial_attention),
@@ -121,11 +127,22 @@ CALLS: dict[str, Call] = {
 
 def peaks(library: str, names: list[str], lengths: list[int]) -> dict[str, list[int]]:
     """Return the peak in bytes of each call at each length, above inputs and output."""
-    measure = {"jax": _compiled, "torch": _resident_torch, "jax eager": _resident_jax}
+    measure = {
+        "jax": _compiled,
+        "jax eager": _resident_jax,
+        "torch": _resident_torch,
+        "torch with gradients": partial(_resident_torch, gradients=True),
+    }.get(library, partial(_traced, library))
     return {
-        name: [measure.get(library, _traced)(library, CALLS[name], length) for length in lengths]
+        name: [_in_a_thread(partial(measure, CALLS[name], length)) for length in lengths]
         for name in names
     }
+
+
+def _in_a_thread(measure: Callable[[], int]) -> int:
+    """Measure in a new thread, which has no buffers yet that an earlier call has left to it."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(measure).result()
 
 
 def _leaves(output: Any) -> tuple[Any, ...]:
@@ -155,7 +172,7 @@ def _traced(library: str, call: Call, length: int) -> int:
     return peak - sum(int(np.asarray(leaf).nbytes) for leaf in _leaves(output))
 
 
-def _compiled(library: str, call: Call, length: int) -> int:
+def _compiled(call: Call, length: int) -> int:
     """XLA plans all its buffers before it runs: nothing needs to be run."""
     jax = importlib.import_module("jax")
     jax.config.update("jax_enable_x64", call.dtype == "float64")
@@ -172,19 +189,20 @@ def _compiled(library: str, call: Call, length: int) -> int:
     return int(compiled.memory_analysis().temp_size_in_bytes)
 
 
-def _resident_torch(library: str, call: Call, length: int) -> int:
+def _resident_torch(call: Call, length: int, gradients: bool = False) -> int:
     torch = importlib.import_module("torch")
 
     def tensor(array: np.ndarray) -> Any:
         if array.dtype.name == "bfloat16":
             return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
-        return torch.from_numpy(array)
+        found = torch.from_numpy(array)
+        return found.requires_grad_() if gradients and found.is_floating_point() else found
 
     _convert(call, 128, tensor)()  # starts the threads and whatever else is made once
     return _resident(_convert(call, length, tensor))
 
 
-def _resident_jax(library: str, call: Call, length: int) -> int:
+def _resident_jax(call: Call, length: int) -> int:
     jax = importlib.import_module("jax")
     prepared = _convert(call, length, jax.numpy.asarray)
     jax.block_until_ready(prepared())  # the compiler's own memory is not the call's

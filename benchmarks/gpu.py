@@ -1,0 +1,175 @@
+"""Test and time attention on a GPU: `python -m benchmarks.gpu`.
+
+Runs the test suite on CuPy, PyTorch on CUDA and JAX on a GPU, as far as they are there, and then
+times attention against what each library has of its own. Without a GPU it says so and exits 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.timing import alternate, check_agreement, table
+from benchmarks.workloads import GPU, Workload
+from portable_attention import attention
+
+DTYPES = ("float32", "float16", "bfloat16")
+TOLERANCES = {"float32": 1e-3, "float16": 1e-2, "bfloat16": 5e-2}  # of a check, not of a test
+Ways = dict[str, Callable[[], Any]]
+
+
+def inputs(work: Workload) -> list[np.ndarray]:
+    rng = np.random.default_rng(0)
+    return [rng.standard_normal(work.shape, dtype=np.float32) for _ in range(3)]
+
+
+def cupy_ways(work: Workload, dtype: str) -> Ways:
+    import cupy
+
+    arrays = [cupy.asarray(array).astype(_dtype(dtype)) for array in inputs(work)]
+
+    def dense() -> Any:
+        query, key, value = (array.astype(cupy.float32) for array in arrays)
+        scores = query @ key.swapaxes(-1, -2) / np.sqrt(work.width).astype(np.float32)
+        if work.options.get("causal"):
+            scores = cupy.where(cupy.tri(work.length, dtype=bool), scores, -cupy.inf)
+        weights = cupy.exp(scores - scores.max(axis=-1, keepdims=True))
+        return (weights @ value / weights.sum(axis=-1, keepdims=True)).astype(arrays[0].dtype)
+
+    def done(way: Callable[[], Any]) -> Callable[[], Any]:
+        def run() -> Any:
+            result = way()
+            cupy.cuda.get_current_stream().synchronize()
+            return result
+
+        return run
+
+    ours = done(lambda: attention(*arrays, **work.options))
+    return {"cupy": ours, "cupy, dense formula": done(dense)}
+
+
+def torch_ways(work: Workload, dtype: str) -> Ways:
+    import torch
+
+    arrays = [torch.from_numpy(array).to("cuda", getattr(torch, dtype)) for array in inputs(work)]
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    causal = work.options.get("causal", False)
+
+    def done(way: Callable[[], Any]) -> Callable[[], Any]:
+        def run() -> Any:
+            result = way()
+            torch.cuda.synchronize()
+            return result
+
+        return run
+
+    return {
+        "torch": done(lambda: attention(*arrays, **work.options)),
+        "torch SDPA": done(lambda: sdpa(*arrays, is_causal=causal)),
+    }
+
+
+def jax_ways(work: Workload, dtype: str) -> Ways:
+    import jax
+
+    arrays = [jax.numpy.asarray(array, dtype) for array in inputs(work)]
+    swapped = [jax.numpy.swapaxes(array, 1, 2) for array in arrays]
+    causal = work.options.get("causal", False)
+    ours = jax.jit(lambda *args: attention(*args, **work.options))
+    ways: Ways = {"jax": lambda: ours(*arrays).block_until_ready()}
+    for engine in ("xla", "cudnn") if dtype != "float32" else ("xla",):
+        theirs = jax.jit(
+            lambda *args, engine=engine: jax.numpy.swapaxes(
+                jax.nn.dot_product_attention(*args, is_causal=causal, implementation=engine), 1, 2
+            )
+        )
+        ways[f"jax.nn {engine}"] = lambda theirs=theirs: theirs(*swapped).block_until_ready()
+    return ways
+
+
+def _dtype(name: str) -> Any:
+    if name != "bfloat16":
+        return np.dtype(name)
+    import ml_dtypes
+
+    return np.dtype(ml_dtypes.bfloat16)
+
+
+def to_numpy(array: Any) -> np.ndarray:
+    if hasattr(array, "get"):
+        array = array.get()
+    elif hasattr(array, "cpu"):
+        array = array.float().cpu().numpy()
+    return np.asarray(array).astype(np.float32)
+
+
+def libraries() -> dict[str, Callable[[Workload, str], Ways]]:
+    """Return the libraries that have a GPU here, by the names the tests give them."""
+    found: dict[str, Callable[[Workload, str], Ways]] = {}
+    if importlib.util.find_spec("cupy"):
+        import cupy
+
+        try:
+            if cupy.cuda.runtime.getDeviceCount():
+                found["cupy"] = cupy_ways
+        except cupy.cuda.runtime.CUDARuntimeError:
+            pass
+    if importlib.util.find_spec("torch"):
+        import torch
+
+        if torch.cuda.is_available():
+            found["torch-cuda"] = torch_ways
+    if importlib.util.find_spec("jax"):
+        import jax
+
+        if jax.default_backend() == "gpu":
+            found["jax-gpu"] = jax_ways
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--no-tests", action="store_true", help="time only")
+    parser.add_argument("--json", type=Path, help="also write the medians, in seconds, to a file")
+    arguments = parser.parse_args()
+    found = libraries()
+    if not found:
+        print("No GPU that CuPy, PyTorch or JAX can use: nothing to test or time here.")
+        return 0
+    status = 0
+    if not arguments.no_tests:
+        chosen = [word for name in found for word in ("--backend", name)]
+        status = subprocess.run(
+            [sys.executable, "-m", "pytest", "-q", *chosen], check=False
+        ).returncode
+    rows, medians = [], {}
+    for work in GPU:
+        for dtype in DTYPES:
+            for make in found.values():
+                ways = make(work, dtype)
+                check_agreement(
+                    {name: to_numpy(way()) for name, way in ways.items()}, TOLERANCES[dtype]
+                )
+                seconds = alternate(ways, 9)
+                first, *others = seconds
+                medians[f"{work} {dtype} {first}"] = seconds
+                ratios = [f"{name}: {seconds[first] / seconds[name]:.2f}" for name in others]
+                rows.append(
+                    [str(work), dtype, first, f"{1000 * seconds[first]:.2f}", ", ".join(ratios)]
+                )
+    print(table(["workload", "dtype", "library", "ms", "ratio to"], rows))
+    if arguments.json:
+        arguments.json.write_text(json.dumps(medians, indent=1), encoding="utf-8")
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
