@@ -102,6 +102,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         ]
         names = ["backend", *axes]
         ids = ["-".join(map(str, row)) for row in rows]
+        if not rows:
+            needed = [mark.kwargs for mark in metafunc.definition.iter_markers("needs")]
+            skip = pytest.mark.skip(reason=f"needs a backend with {needed}")
+            rows, ids = [pytest.param(*names, marks=skip)], ["none"]
         metafunc.parametrize(names, rows, indirect=["backend"], scope="session", ids=ids)
     if "each_backend" in metafunc.fixturenames:
         marks = [
