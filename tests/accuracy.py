@@ -8,6 +8,7 @@ and infinities must be where the oracle has them.
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -35,7 +36,30 @@ class Gradient(NamedTuple):
 
 
 def reference_of(query, key, value, **options: Any) -> Reference:
-    """Return the oracle's result for a call, with the errors that it may have."""
+    """Return the oracle's result for a call, with the errors that it may have.
+
+    The same call comes again on every backend, so what was found is kept.
+    """
+    arguments = {"query": query, "key": key, "value": value, **options}
+    described = []
+    for name in sorted(arguments):
+        part = arguments[name]
+        if isinstance(part, np.ndarray):
+            described += [name, str(part.dtype), str(part.shape), part.tobytes()]
+        else:
+            described += [name, repr(part)]
+    digest = hashlib.sha256(repr(described).encode()).digest()
+    if digest not in _FOUND:
+        if len(_FOUND) > 4000:  # tens of megabytes
+            _FOUND.clear()
+        _FOUND[digest] = _reference(**arguments)
+    return _FOUND[digest]
+
+
+_FOUND: dict[bytes, Reference] = {}
+
+
+def _reference(query, key, value, **options: Any) -> Reference:
     dtype = dtype_name(query.dtype)
     exact = oracle.attention(query, key, value, precision=_wide(dtype), **options)
     output_error = lse_error = 0.0

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,6 +57,10 @@ class Backend:
                 yield self
         else:
             yield self
+
+    def few(self, items: Sequence[Any], count: int) -> list[Any]:
+        """Return all of these, or the first few where each has to be compiled."""
+        return list(items)[:count] if self.compiled else list(items)
 
     def device_object(self) -> Any:
         """Return the device as the library's own functions take it."""

@@ -53,10 +53,9 @@ def _chosen(config: pytest.Config) -> list[str]:
     return [name for name in BACKENDS if name in chosen]
 
 
-def _dtypes(backend: Backend, _config: pytest.Config) -> tuple[str, ...]:
+def _dtypes(backend: Backend, _config: pytest.Config) -> list[str]:
     """Return the dtypes of the tests that run over dtypes; float32 is in all the others."""
-    # Each is compiled anew: a half and a double then stand for the rest.
-    return ("bfloat16", "float64") if backend.compiled else backend.dtypes
+    return backend.few(sorted(backend.dtypes), 1)  # bfloat16
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:

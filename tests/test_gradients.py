@@ -27,7 +27,7 @@ def ways(backend: Backend, _config: pytest.Config) -> list[bool]:
 
 
 def bias_shapes(backend: Backend, _config: pytest.Config) -> list[tuple[int, ...]]:
-    return SHAPES[2:5] if backend.compiled else SHAPES
+    return backend.few(SHAPES, 3)
 
 
 def chunks(backend: Backend, _config: pytest.Config) -> list[range]:
@@ -35,7 +35,7 @@ def chunks(backend: Backend, _config: pytest.Config) -> list[range]:
     return [range(start, start + 6) for start in range(5000, 5000 + count, 6)]
 
 
-SHAPES = [(1,), (7,), (5, 1), (1, 7), (2, 1, 1), (3, 1, 1, 7), (3, 2, 5, 7)]
+SHAPES = [(5, 1), (7,), (2, 1, 1), (1,), (1, 7), (3, 1, 1, 7), (3, 2, 5, 7)]
 BACKEND_AXES = {"explicit": ways, "shape": bias_shapes, "chunk": chunks}
 
 

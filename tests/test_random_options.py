@@ -18,9 +18,9 @@ from .backends import BACKENDS, Backend
 from .running import run
 from .strategies import Call, RandomChooser, calls, random_call
 
-COMBINATIONS = {False: 300, True: 40}  # by whether each has to be compiled
-EXAMPLES = {False: 60, True: 8}  # of Hypothesis, which shrinks what it finds
-CHUNK = 20
+COMBINATIONS = {False: 300, True: 24}  # by whether each has to be compiled
+EXAMPLES = {False: 60, True: 4}  # of Hypothesis, which shrinks what it finds
+CHUNK = 12
 OPTIONS = (
     *("layout", "mask", "bias", "causal", "window", "query_offset", "query_lengths"),
     *("key_lengths", "scale", "softcap", "sinks", "dropout"),

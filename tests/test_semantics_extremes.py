@@ -19,7 +19,7 @@ from .running import attend
 
 
 def row_counts(backend: Backend, _config) -> list[int]:
-    return [40] if backend.compiled else [3, 40]
+    return backend.few([40, 3], 1)
 
 
 BACKEND_AXES = {"rows": row_counts}
@@ -39,7 +39,7 @@ def one_column(rows, scores, values, dtype="float32"):
 def check(backend: Backend, **arguments):
     """Compare with the oracle, in one tile of keys and in several."""
     reference = reference_of(**arguments)
-    for block_size in [None] if backend.compiled else [None, (16, 2)]:
+    for block_size in backend.few([None, (16, 2)], 1):
         output, lse = attend(backend, **arguments, block_size=block_size)
         assert_accurate(output, lse, reference)
 
@@ -91,7 +91,7 @@ def test_softcap_that_leaves_nothing(backend: Backend, rows, softcap):
     assert_accurate(output, lse, reference_of(**inputs, scale=0.0))
 
 
-@pytest.mark.parametrize("sink", [-1e4, -200.0, -100.0, 100.0, 1e4])
+@pytest.mark.parametrize("sink", [-1e4, -200.0, -100.0, 50.0, 1e4])
 def test_sink_of_an_empty_row_is_its_lse(backend: Backend, rows, sink):
     inputs = make_inputs(batch=(), heads=1, queries=rows)
     mask = np.ones((rows, 1), dtype=bool)

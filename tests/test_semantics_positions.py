@@ -27,17 +27,28 @@ def pairs(queries, keys, holds):
     return np.array(table, dtype=bool).reshape(queries, keys)
 
 
-LENGTHS = [(5, 7), (7, 5), (6, 6), (1, 9), (9, 1)]
-OFFSETS = ["start", "end", 0, 2, -3, 100, -100]
+OFFSETS = ["end", -3, 2, 0, "start", 100, -100]
+WINDOWS = [(1, 2), (None, 1), (0, 0), (2, 0), (0, 3), (1, None), (None, None), (50, 50)]
+
+
+def lengths(backend: Backend, _config) -> list[tuple[int, int]]:
+    return backend.few([(5, 7), (7, 5), (6, 6), (1, 9), (9, 1)], 2)
+
+
+def windows(backend: Backend, _config) -> list[tuple[int | None, int | None]]:
+    return backend.few(WINDOWS, 2)
+
+
+BACKEND_AXES = {"lengths": lengths, "window": windows}
 
 
 def position(offset, queries, keys):
     return {"start": 0, "end": keys - queries}.get(offset, offset)
 
 
-@pytest.mark.parametrize(("queries", "keys"), LENGTHS)
-def test_causal_allows_keys_up_to_the_own_position(backend: Backend, tilings, queries, keys):
-    for offset in OFFSETS:
+def test_causal_allows_keys_up_to_the_own_position(backend: Backend, tilings, lengths):
+    queries, keys = lengths
+    for offset in backend.few(OFFSETS, 3):
         p = position(offset, queries, keys)
         expected = pairs(queries, keys, lambda i, j, p=p: j <= i + p)
         for block in tilings:
@@ -45,14 +56,10 @@ def test_causal_allows_keys_up_to_the_own_position(backend: Backend, tilings, qu
             np.testing.assert_array_equal(found, expected, err_msg=f"offset {offset}")
 
 
-WINDOWS = [(0, 0), (2, 0), (0, 3), (1, 2), (None, 1), (1, None), (None, None), (50, 50)]
-
-
-@pytest.mark.parametrize("window", WINDOWS, ids=str)
 def test_window_counts_keys_beside_the_own_position(backend: Backend, tilings, window):
     left = np.inf if window[0] is None else window[0]
     right = np.inf if window[1] is None else window[1]
-    for offset in ("end", 1, -2):
+    for offset in backend.few(["end", 1, -2], 2):
         p = position(offset, 5, 7)
         expected = pairs(5, 7, lambda i, j, p=p: i + p - left <= j <= i + p + right)
         for block in tilings:
@@ -67,11 +74,11 @@ def test_causal_and_window_compose(backend: Backend, tilings):
         np.testing.assert_array_equal(found, expected)
 
 
-@pytest.mark.parametrize("lengths", [{}, {"key_lengths": 4}, {"query_lengths": 2}], ids=str)
-def test_no_offset_means_zero_where_the_lengths_agree(backend: Backend, lengths):
+@pytest.mark.parametrize("valid", [{}, {"key_lengths": 4}, {"query_lengths": 2}], ids=str)
+def test_no_offset_means_zero_where_the_lengths_agree(backend: Backend, valid):
     """Whatever the valid lengths: it is Lq == Lk that counts."""
-    found = attended(backend, 6, 6, causal=True, **lengths)
-    valid_keys, valid_queries = lengths.get("key_lengths", 6), lengths.get("query_lengths", 6)
+    found = attended(backend, 6, 6, causal=True, **valid)
+    valid_keys, valid_queries = valid.get("key_lengths", 6), valid.get("query_lengths", 6)
     rule = pairs(6, 6, lambda i, j: j <= i and j < valid_keys and i < valid_queries)
     np.testing.assert_array_equal(found, rule)
 
@@ -95,7 +102,7 @@ def test_offset_without_positions_changes_nothing(backend: Backend):
 def test_end_follows_the_lengths_of_each_item(backend: Backend, tilings):
     """The last valid query stands at the last valid key; a length not given is Lq or Lk."""
     keys, queries = np.array([3, 7, 0]), np.array([5, 2, 4])
-    for given in ("key_lengths", "query_lengths", "both"):
+    for given in backend.few(["both", "key_lengths", "query_lengths"], 2):
         options = {}
         valid_k, valid_q = [7, 7, 7], [5, 5, 5]
         if given != "query_lengths":
@@ -122,7 +129,7 @@ def test_offset_may_differ_from_item_to_item(backend: Backend, tilings):
 
 
 def test_lengths_count_what_is_valid(backend: Backend, tilings):
-    for q, k in [(5, 7), (3, 7), (5, 2), (0, 7), (5, 0), (1, 1)]:
+    for q, k in backend.few([(3, 2), (5, 0), (5, 7), (3, 7), (5, 2), (0, 7), (1, 1)], 2):
         expected = pairs(5, 7, lambda i, j, q=q, k=k: i < q and j < k)
         for block in tilings:
             found = attended(backend, 5, 7, block, query_lengths=q, key_lengths=k)
@@ -149,7 +156,8 @@ def test_lengths_and_offsets_of_every_integer_dtype(backend: Backend, kind, of_n
 def test_lengths_lie_over_the_batch_axes(backend: Backend):
     """Right-aligned, as NumPy broadcasts: any rank, any axis of size 1."""
     lengths = np.array([[1, 2, 3], [4, 5, 0]])
-    for shown in (lengths, lengths[:, :1], lengths[:1], lengths[0], np.array(3), np.array([4])):
+    shown_as = [lengths[0], lengths[:, :1], lengths, lengths[:1], np.array(3), np.array([4])]
+    for shown in backend.few(shown_as, 2):
         whole = np.broadcast_to(shown, (2, 3))
         found = attended(backend, 2, 5, batch=(2, 3), key_lengths=shown)
         expected = np.arange(5) < whole[..., None, None]

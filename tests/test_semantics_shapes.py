@@ -68,7 +68,7 @@ def test_lower_rank_is_padded_with_leading_axes(backend: Backend, tilings, flat)
 
 def test_layout_blhd_is_bhld_with_axes_swapped(backend: Backend, tilings):
     """Inputs and output (..., L, H, D); mask, bias and lse keep heads first."""
-    for batch in ((), (2,), (2, 2)):
+    for batch in backend.few([(2,), (), (2, 2)], 1):
         inputs = make_inputs(batch=batch, heads=4, key_heads=2)
         options = {"mask": np.random.default_rng(0).random((4, 5, 7)) < 0.7}
         options["bias"] = np.random.default_rng(1).standard_normal((4, 1, 7)).astype(np.float32)
@@ -105,12 +105,18 @@ def test_grouped_heads_with_masks_and_biases_of_query_heads(
 
 
 MASK_SHAPES = [
-    *((), (1,), (7,), (5, 1), (1, 7), (5, 7), (1, 1), (2, 1, 1), (2, 5, 7), (1, 5, 1)),
-    *((3, 1, 1, 1), (3, 2, 1, 7), (1, 1, 5, 1), (3, 1, 5, 1), (3, 2, 5, 7)),
+    *((), (5, 1), (7,), (2, 1, 1), (3, 1, 5, 1), (1,), (1, 7), (5, 7), (1, 1), (2, 5, 7)),
+    *((1, 5, 1), (3, 1, 1, 1), (3, 2, 1, 7), (1, 1, 5, 1), (3, 2, 5, 7)),
 ]
 
 
-@pytest.mark.parametrize("shape", MASK_SHAPES, ids=str)
+def mask_shapes(backend: Backend, _config) -> list[tuple[int, ...]]:
+    return backend.few(MASK_SHAPES, 5)
+
+
+BACKEND_AXES = {"shape": mask_shapes}
+
+
 def test_mask_and_bias_broadcast_from_the_right(backend: Backend, tilings, shape):
     inputs = make_inputs(batch=(3,))
     rng = np.random.default_rng(0)
@@ -144,7 +150,8 @@ def test_axes_of_size_zero(backend: Backend, dtype, tilings, axes):
     """Rows without keys are empty rows; a width of 0 gives scores of 0; no axis is refused."""
     inputs = make_inputs(**EMPTY[axes], heads=4, key_heads=2, dtype=dtype)
     check(backend, tilings, inputs)
-    check(backend, tilings, inputs, sinks=np.zeros(4, dtype=inputs["query"].dtype))
+    if not backend.compiled:
+        check(backend, tilings, inputs, sinks=np.zeros(4, dtype=inputs["query"].dtype))
 
 
 @pytest.mark.parametrize("axes", EMPTY)
