@@ -18,6 +18,8 @@ from portable_attention.core import plan, tile
 from portable_attention.core.eager import Part, Tile, scale_query
 
 _NEG_INF = float("-inf")
+# Up to here the lse is rounded no more coarsely than scores of its size are.
+_FAR_LSE = 64.0
 
 # Takes a name ("key", "value" or "bias"), the columns of a tile, and its gradient.
 Emit = Callable[[str, tuple[int, int], Array], None]
@@ -74,8 +76,13 @@ def row_gradients(
     if d_lse is not None:
         inner = inner - d_lse
     shift = tile.finite_shift(xp, lse)
-
     query, late_scale = scale_query(backend, part.query_rows(rows), problem)
+    far = xp.isfinite(lse) & (xp.abs(lse) > _FAR_LSE)
+    if xp.any(far):
+        # What the weights below must be multiplied by, at the rows rather than at the tiles.
+        factor = 1.0 / _total(part, rows, block_k, query, late_scale, shift)
+        factor = xp.where(far, factor, xp.ones_like(factor))
+        d_output, inner = d_output * factor, inner * factor
     plain_query = finite_or_zero(xp, query) if careful else query
     d_query = xp.zeros(
         (*part.lead, rows[1] - rows[0], problem.width), dtype=dtype, device=call.device
@@ -115,6 +122,29 @@ def row_gradients(
         d_sinks = xp.where(share_of_sink == 0.0, 0.0, -(share_of_sink * inner))
     early_scale = problem.scale if late_scale == 1.0 else 1.0
     return ops.multiply(d_query, early_scale), d_sinks
+
+
+def _total(
+    part: Part,
+    rows: tuple[int, int],
+    block_k: int,
+    query: Array,
+    late_scale: float,
+    shift: Array,
+) -> Array:
+    """Return the sum of the weights of each row as the lse gives them: 1, up to its rounding.
+
+    A large lse has lost the log of the sum beside the maximum: of three keys under a bias of -1e9,
+    each would get a weight of 1.
+    """
+    backend, xp = part.call.backend, part.call.backend.xp
+    total = xp.zeros_like(shift)
+    if part.sinks is not None:
+        total = total + xp.exp(part.sinks - shift)
+    for met in part.tiles(rows, block_k):
+        weights, _ = _weights(part, query, late_scale, met, shift)
+        total = total + backend.ops.row_sum(weights)
+    return total
 
 
 def _weights(
