@@ -64,18 +64,7 @@ def row_gradients(
     problem, xp, ops = call.problem, backend.xp, backend.ops
     dtype = backend.dtype(problem.compute_dtype)
     here = slice(*rows)
-    lse = xp.expand_dims(given.lse[..., here], axis=-1)
-    d_output = given.d_output[..., here, :]
-    if careful:
-        # Nothing comes back through a row that attends nothing.
-        d_output = xp.where(lse == _NEG_INF, 0.0, d_output)
-    d_lse = None if given.d_lse is None else xp.expand_dims(given.d_lse[..., here], axis=-1)
-    if careful and d_lse is not None:
-        d_lse = xp.where(lse == _NEG_INF, 0.0, d_lse)
-    inner = xp.sum(d_output * given.output[..., here, :], axis=-1, keepdims=True)
-    if d_lse is not None:
-        inner = inner - d_lse
-    shift = tile.finite_shift(xp, lse)
+    d_output, inner, lse, shift = _row_terms(xp, given, here, careful=careful)
     query, late_scale = scale_query(backend, part.query_rows(rows), problem)
     far = xp.isfinite(lse) & (xp.abs(lse) > _FAR_LSE)
     if xp.any(far):
@@ -122,6 +111,24 @@ def row_gradients(
         d_sinks = xp.where(share_of_sink == 0.0, 0.0, -(share_of_sink * inner))
     early_scale = problem.scale if late_scale == 1.0 else 1.0
     return ops.multiply(d_query, early_scale), d_sinks
+
+
+def _row_terms(
+    xp: Any, given: Cotangents, here: slice, *, careful: bool
+) -> tuple[Array, Array, Array, Array]:
+    """Return do (..., q, D), rowsum(do o) - dlse, the lse and what stands for it in exp."""
+    lse = xp.expand_dims(given.lse[..., here], axis=-1)
+    d_output = given.d_output[..., here, :]
+    if careful:
+        # Nothing comes back through a row that attends nothing.
+        d_output = xp.where(lse == _NEG_INF, 0.0, d_output)
+    d_lse = None if given.d_lse is None else xp.expand_dims(given.d_lse[..., here], axis=-1)
+    if careful and d_lse is not None:
+        d_lse = xp.where(lse == _NEG_INF, 0.0, d_lse)
+    inner = xp.sum(d_output * given.output[..., here, :], axis=-1, keepdims=True)
+    if d_lse is not None:
+        inner = inner - d_lse
+    return d_output, inner, lse, tile.finite_shift(xp, lse)
 
 
 def _total(
