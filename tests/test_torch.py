@@ -178,6 +178,14 @@ def test_integers_and_arrays_that_the_dispatcher_would_refuse():
             assert torch.equal(found, expected)
 
 
+def test_the_output_may_be_changed_in_place():
+    query, key, value, *_ = tensors().values()
+    output = attention(query, key, value)
+    output += 1
+    output.mul_(2).sum().backward()
+    assert query.grad is not None
+
+
 def test_tensors_that_are_not_dense_are_refused_by_name():
     dense = torch.ones(2, 3, 4)
     with pytest.raises(TypeError, match=r"key is a sparse tensor.*to_dense"):

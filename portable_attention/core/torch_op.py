@@ -138,7 +138,9 @@ def _attend(
     wide, inner_lse = schedules.run(call, wide=True)
     output, lse = call.restore(wide.to(query.dtype), inner_lse)
     kept = wide if wide.dtype != query.dtype else wide.new_empty(0)
-    return output.contiguous(), lse.contiguous(), kept
+    # Not views, which autograd would not let be changed in place.
+    packed = torch.contiguous_format
+    return output.clone(memory_format=packed), lse.clone(memory_format=packed), kept
 
 
 def _validated(inputs: Sequence[Any]) -> Call:
