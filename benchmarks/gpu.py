@@ -11,7 +11,7 @@ import importlib.util
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +111,41 @@ def to_numpy(array: Any) -> np.ndarray:
     return np.asarray(array).astype(np.float32)
 
 
+def results_of(ways: Ways) -> tuple[dict[str, np.ndarray], list[str]]:
+    """Return what each way gives, and why a native kernel refused, where one did.
+
+    The first way is this library's own: it has to work.
+    """
+    first, *others = ways
+    results, refusals = {first: to_numpy(ways[first]())}, []
+    for name in others:
+        try:
+            results[name] = to_numpy(ways[name]())
+        except Exception as error:  # each library and driver has errors of its own
+            reason = str(error).strip().partition("\n")[0]
+            refusals.append(f"{name}: {type(error).__name__} {reason}"[:100])
+    return results, refusals
+
+
+def devices(found: Iterable[str]) -> list[str]:
+    """Return what the libraries run on, with their versions."""
+    lines = []
+    if "cupy" in found:
+        import cupy
+
+        name = cupy.cuda.runtime.getDeviceProperties(0)["name"].decode()
+        lines.append(f"cupy {cupy.__version__}: {name}")
+    if "torch-cuda" in found:
+        import torch
+
+        lines.append(f"torch {torch.__version__}: {torch.cuda.get_device_name(0)}")
+    if "jax-gpu" in found:
+        import jax
+
+        lines.append(f"jax {jax.__version__}: {jax.devices()[0].device_kind}")
+    return lines
+
+
 def libraries() -> dict[str, Callable[[Workload, str], Ways]]:
     """Return the libraries that have a GPU here, by the names the tests give them."""
     found: dict[str, Callable[[Workload, str], Ways]] = {}
@@ -144,6 +179,7 @@ def main() -> int:
     if not found:
         print("No GPU that CuPy, PyTorch or JAX can use: nothing to test or time here.")
         return 0
+    print("\n".join(devices(found)), flush=True)
     status = 0
     if not arguments.no_tests:
         chosen = [word for name in found for word in ("--backend", name)]
@@ -154,16 +190,22 @@ def main() -> int:
     for work in GPU:
         for dtype in DTYPES:
             for make in found.values():
-                ways = make(work, dtype)
-                check_agreement(
-                    {name: to_numpy(way()) for name, way in ways.items()}, TOLERANCES[dtype]
-                )
-                seconds = alternate(ways, 9)
+                try:
+                    ways = make(work, dtype)
+                except TypeError as error:  # CuPy has bfloat16 in some of its versions only
+                    rows.append([str(work), dtype, "-", "-", str(error)[:100]])
+                    continue
+                results, refusals = results_of(ways)
+                check_agreement(results, TOLERANCES[dtype])
+                seconds = alternate({name: ways[name] for name in results}, 9)
                 first, *others = seconds
                 medians[f"{work} {dtype} {first}"] = seconds
                 ratios = [f"{name}: {seconds[first] / seconds[name]:.2f}" for name in others]
                 rows.append(
-                    [str(work), dtype, first, f"{1000 * seconds[first]:.2f}", ", ".join(ratios)]
+                    [
+                        *(str(work), dtype, first, f"{1000 * seconds[first]:.2f}"),
+                        ", ".join(ratios + refusals),
+                    ]
                 )
     print(table(["workload", "dtype", "library", "ms", "ratio to"], rows))
     if arguments.json:

@@ -157,7 +157,7 @@ def test_rows_that_attend_nothing_are_connected_to_their_inputs(options):
     assert all(not array.grad.any() for array in (query, key, value))
 
 
-@pytest.mark.parametrize("shape", [(0, 5), (2, 0)])
+@pytest.mark.parametrize("shape", [(0, 2, 5), (2, 0)])
 def test_empty_outputs_are_connected_to_their_inputs(shape):
     query, key, value = (torch.zeros(*shape, 3, requires_grad=True) for _ in range(3))
     attention(query, key, value).sum().backward()
@@ -166,8 +166,9 @@ def test_empty_outputs_are_connected_to_their_inputs(shape):
 
 def test_integers_and_arrays_that_the_dispatcher_would_refuse():
     query, key, value, *_ = tensors().values()
-    far = attention(query, key, value, causal=True, query_offset=10**30, window=(10**30, 0))
-    torch.testing.assert_close(far, attention(query, key, value, key_lengths=0))
+    far = {"query_offset": 10**30, "window": (10**30, 0), "block_size": (10**20, 4)}
+    expected = attention(query.detach(), key.detach(), value.detach(), **far)
+    torch.testing.assert_close(attention(query, key, value, **far), expected)
     lengths = np.array([6, 5])[::-1]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -175,6 +176,14 @@ def test_integers_and_arrays_that_the_dispatcher_would_refuse():
             found = attention(query, key, value, key_lengths=given)
             expected = attention(query, key, value, key_lengths=np.array([5, 6]))
             assert torch.equal(found, expected)
+
+
+def test_the_output_may_be_changed_in_place():
+    query, key, value, *_ = tensors().values()
+    output = attention(query, key, value)
+    output += 1
+    output.mul_(2).sum().backward()
+    assert query.grad is not None
 
 
 def test_tensors_that_are_not_dense_are_refused_by_name():

@@ -125,18 +125,40 @@ CALLS: dict[str, Call] = {
 }
 
 
-def peaks(library: str, names: list[str], lengths: list[int]) -> dict[str, list[int]]:
-    """Return the peak in bytes of each call at each length, above inputs and output."""
+def peaks(library: str, names: list[str], lengths: list[int]) -> dict[str, list[int]] | None:
+    """Return the peak in bytes of each call at each length, above inputs and output.
+
+    None where the library is to run on a GPU and there is none that it can use.
+    """
+    if not _usable(library):
+        return None
     measure = {
         "jax": _compiled,
         "jax eager": _resident_jax,
         "torch": _resident_torch,
+        "jax gpu": _compiled,
         "torch with gradients": partial(_resident_torch, gradients=True),
+        "torch cuda": _allocated_torch,
+        "cupy": _allocated_cupy,
     }.get(library, partial(_traced, library))
     return {
         name: [_in_a_thread(partial(measure, CALLS[name], length)) for length in lengths]
         for name in names
     }
+
+
+def _usable(library: str) -> bool:
+    if library == "torch cuda":
+        return bool(importlib.import_module("torch").cuda.is_available())
+    if library == "jax gpu":
+        return importlib.import_module("jax").default_backend() == "gpu"
+    if library == "cupy":
+        cupy = importlib.import_module("cupy")
+        try:
+            return bool(cupy.cuda.runtime.getDeviceCount())
+        except cupy.cuda.runtime.CUDARuntimeError:
+            return False
+    return True
 
 
 def _in_a_thread(measure: Callable[[], int]) -> int:
@@ -145,8 +167,12 @@ def _in_a_thread(measure: Callable[[], int]) -> int:
         return pool.submit(measure).result()
 
 
-def _leaves(output: Any) -> tuple[Any, ...]:
-    return output if isinstance(output, tuple) else (output,)
+def _size(output: Any) -> int:
+    """Return the bytes of an output, or of output and lse."""
+    leaves = output if isinstance(output, tuple) else (output,)
+    return sum(
+        int(np.asarray(leaf).nbytes if hasattr(leaf, "_array") else leaf.nbytes) for leaf in leaves
+    )
 
 
 def _convert(call: Call, length: int, array_of: Callable[[np.ndarray], Any]) -> Callable[[], Any]:
@@ -169,7 +195,7 @@ def _traced(library: str, call: Call, length: int) -> int:
     output = prepared()
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    return peak - sum(int(np.asarray(leaf).nbytes) for leaf in _leaves(output))
+    return peak - _size(output)
 
 
 def _compiled(call: Call, length: int) -> int:
@@ -189,17 +215,42 @@ def _compiled(call: Call, length: int) -> int:
     return int(compiled.memory_analysis().temp_size_in_bytes)
 
 
-def _resident_torch(call: Call, length: int, gradients: bool = False) -> int:
+def _tensor(array: np.ndarray, device: str = "cpu", gradients: bool = False) -> Any:
     torch = importlib.import_module("torch")
+    if array.dtype.name == "bfloat16":
+        tensor = torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    else:
+        tensor = torch.from_numpy(array)
+    tensor = tensor.to(device)
+    return tensor.requires_grad_() if gradients and tensor.is_floating_point() else tensor
 
-    def tensor(array: np.ndarray) -> Any:
-        if array.dtype.name == "bfloat16":
-            return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
-        found = torch.from_numpy(array)
-        return found.requires_grad_() if gradients and found.is_floating_point() else found
 
+def _resident_torch(call: Call, length: int, gradients: bool = False) -> int:
+    tensor = partial(_tensor, gradients=gradients)
     _convert(call, 128, tensor)()  # starts the threads and whatever else is made once
     return _resident(_convert(call, length, tensor))
+
+
+def _allocated_torch(call: Call, length: int) -> int:
+    cuda = importlib.import_module("torch").cuda
+    tensor = partial(_tensor, device="cuda")
+    _convert(call, 128, tensor)()  # cuBLAS keeps a workspace from its first product on
+    prepared = _convert(call, length, tensor)
+    before = cuda.memory_allocated()
+    cuda.reset_peak_memory_stats()
+    output = prepared()
+    return int(cuda.max_memory_allocated()) - before - _size(output)
+
+
+def _allocated_cupy(call: Call, length: int) -> int:
+    cupy = importlib.import_module("cupy")
+    _convert(call, 128, cupy.asarray)()
+    prepared = _convert(call, length, cupy.asarray)
+    pool = cupy.get_default_memory_pool()
+    pool.free_all_blocks()
+    before = pool.total_bytes()
+    output = prepared()
+    return int(pool.total_bytes()) - before - _size(output)  # the pool keeps what was freed
 
 
 def _resident_jax(call: Call, length: int) -> int:
@@ -216,7 +267,7 @@ def _resident(prepared: Callable[[], Any]) -> int:
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # VmHWM := VmRSS
     before = _status("VmRSS")
     output = prepared()
-    return _status("VmHWM") - before - sum(int(leaf.nbytes) for leaf in _leaves(output))
+    return _status("VmHWM") - before - _size(output)
 
 
 def _status(name: str) -> int:

@@ -1,28 +1,20 @@
 """Memory grows with the length, not with its square, for every option on every backend.
 
 Each backend is measured by what it reports truly: NumPy and array-api-strict by tracemalloc,
-PyTorch by the resident memory of the process, JAX by the buffers that XLA plans.
+PyTorch by the resident memory of the process, JAX by the buffers that XLA plans, and GPUs by
+their allocators.
 """
 
 import importlib.util
 import sys
+from dataclasses import dataclass, field
 
 import pytest
 from fresh_process import answer
 from memory_probe import CALLS
 
-
-def lengths_of(library):
-    return [4096, 8192] if library == "array_api_strict" else [8192, 16384]
-
-
-# A dense row of scores takes 32 KiB at L = 8192 and 64 KiB at 16384, a dense row of booleans
-# a quarter of that. Tiles and linear parts together stay under half of the smallest of these.
-BYTES_PER_ROW = 4096
-
-# Memory that is not the call's (interned objects; for resident memory whole pages and stacks).
-SLACK = {"numpy": 2**18, "array_api_strict": 2**18, "jax": 2**18}
-RESIDENT_SLACK = 2**22
+MIB = 2**20
+TOGETHER = 8  # calls measured in one process: importing a library costs seconds
 
 # Two threads wherever it runs: each thread has tiles of its own.
 THREADS = {
@@ -33,57 +25,84 @@ THREADS = {
     "MALLOC_MMAP_THRESHOLD_": "65536",
     "MALLOC_TRIM_THRESHOLD_": "65536",
 }
+CPU = {**THREADS, "JAX_PLATFORMS": "cpu"}
 
-# PyTorch has no negative strides, JAX has none at all.
-NOT_THERE = {"torch": {"reversed"}, "jax": {"reversed", "broadcast"}}
+# On NumPy every option is measured; elsewhere those that another schedule, a copy or a library
+# may treat otherwise. PyTorch has no negative strides, JAX none at all, array-api-strict no halves.
+SOME = [
+    *("bare", "causal", "window", "offset", "full mask", "bias over keys", "key lengths"),
+    *("query lengths", "softcap", "sinks", "dropout", "grouped heads", "batch", "layout"),
+    *("block size", "partial", "all together"),
+]
+FEW = ["bare", "causal", "full mask", "all together"]
 
-# These share their schedule with a library that is measured with every option, so here are the
-# ones that are likely to be treated otherwise; array-api-strict is slow, and has no halves.
-CHOSEN = {
-    "jax eager": ["bare", "causal", "all together"],
-    "torch with gradients": ["bare", "grouped heads", "all together"],
-    "array_api_strict": [
-        *("bare", "causal", "mask over keys", "full mask", "bias over keys", "key lengths"),
-        *("softcap", "sinks", "dropout", "grouped heads", "layout", "broadcast", "all together"),
-    ],
+
+@dataclass(frozen=True)
+class Measured:
+    """What is measured, at which lengths (the second twice the first), and what may be used.
+
+    The limit lies far under the scores of one head at the greater length, in float32 and even as
+    booleans; tiles are larger on a GPU, so lengths and limit are, too. The slack is for memory that
+    is not the call's: interned objects, and where resident memory is measured whole pages.
+    """
+
+    calls: list[str]
+    lengths: tuple[int, int] = (8192, 16384)
+    limit: int = 64 * MIB  # the booleans of one head are 256
+    slack: int = MIB // 4
+    env: dict[str, str] = field(default_factory=lambda: CPU)
+
+
+RESIDENT = {"slack": 4 * MIB}
+ON_GPU = {"lengths": (32768, 65536), "limit": 1024 * MIB, "slack": MIB, "env": THREADS}
+
+LIBRARIES = {
+    "numpy": Measured(list(CALLS)),
+    "torch": Measured([*SOME, "float16", "bfloat16", "broadcast"], **RESIDENT),
+    "torch with gradients": Measured(["bare", "grouped heads", "all together"], **RESIDENT),
+    "array_api_strict": Measured([*SOME, "broadcast"], (4096, 8192), 32 * MIB),
+    "jax": Measured([*SOME, "float16", "bfloat16", "float64"]),
+    "jax eager": Measured(FEW, **RESIDENT),
+    "torch cuda": Measured(FEW, **ON_GPU),
+    "jax gpu": Measured(FEW, **ON_GPU),
+    "cupy": Measured(FEW, **ON_GPU),
 }
-
-
-def calls_of(library):
-    return CHOSEN.get(library, [name for name in CALLS if name not in NOT_THERE.get(library, ())])
-
-
-LIBRARIES = ["numpy", "torch", "torch with gradients", "array_api_strict", "jax", "jax eager"]
-PAIRS = [(library, name) for library in LIBRARIES for name in calls_of(library)]
 
 
 @pytest.fixture(scope="module")
 def peaks_of():
-    """Measure all the calls of a library in one process, when the first of them is asked for."""
+    """Measure several calls of a library in one process, when the first of them is asked for."""
     measured = {}
 
-    def peaks(library):
+    def peaks(library, name):
+        row = LIBRARIES[library]
         package = library.split()[0]
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"needs {package} installed")
-        if library not in SLACK and sys.platform != "linux":
+        if row.slack == RESIDENT["slack"] and sys.platform != "linux":
             pytest.skip("needs Linux, whose /proc tells the peak of the resident memory")
-        if library not in measured:
-            names = calls_of(library)
-            measured[library] = answer(
-                "memory_probe.peaks", library, names, lengths_of(library), timeout=500, env=THREADS
+        first = row.calls.index(name) // TOGETHER * TOGETHER
+        if (library, first) not in measured:
+            names = row.calls[first : first + TOGETHER]
+            measured[library, first] = answer(
+                "memory_probe.peaks", library, names, row.lengths, timeout=500, env=row.env
             )
-        return measured[library]
+        if measured[library, first] is None:
+            pytest.skip(f"needs a GPU that {package} can use")
+        return measured[library, first][name]
 
     return peaks
 
 
-@pytest.mark.parametrize(("library", "name"), PAIRS)
+@pytest.mark.parametrize(
+    ("library", "name"),
+    [(library, name) for library, row in LIBRARIES.items() for name in row.calls],
+)
 def test_memory_is_linear(peaks_of, library, name):
-    first, second = peaks_of(library)[name]
-    length = lengths_of(library)[1]
-    assert second <= BYTES_PER_ROW * length
-    assert second <= 2 * max(first, 0) + SLACK.get(library, RESIDENT_SLACK)
+    row = LIBRARIES[library]
+    first, second = peaks_of(library, name)
+    assert second <= row.limit
+    assert second <= 2 * max(first, 0) + row.slack
 
 
 def test_a_million_tokens_with_a_window():
