@@ -60,17 +60,17 @@ def gradients_of_oracle(arguments: dict[str, Any], **cotangents: Any) -> dict[st
     """Return the oracle's gradients of a call, by argument, with the errors that they may have.
 
     Memory that is linear in the lengths has no room for the weights, so an honest implementation
-    makes them again from the lse, and from scores that need not be rounded as they were before.
+    makes them again, from scores that need not be rounded as they were before.
     """
     dtype = dtype_name(arguments["query"].dtype)
     exact = oracle.vjp(**arguments, **cotangents, precision=_wide(dtype))
     inputs = {name: arguments[name] for name in ("query", "key", "value")}
     options = {name: value for name, value in arguments.items() if name not in inputs}
     honest_calls = list(_honest_calls(**inputs, options=options, scale_first=False))
-    lse = oracle.steps_of(**honest_calls[0]).lse
+    forward = oracle.steps_of(**honest_calls[0])
     errors = dict.fromkeys(exact, 0.0)
     for honest in honest_calls:
-        for name, gradient in oracle.vjp(**honest, **cotangents, lse=lse).items():
+        for name, gradient in oracle.vjp(**honest, **cotangents, forward=forward).items():
             rounded = gradient.astype(np.asarray(arguments[name]).dtype)
             errors[name] = max(errors[name], largest_difference(rounded, exact[name]))
     sizes = oracle.vjp(**arguments, **cotangents, sizes=True)

@@ -1,6 +1,14 @@
-"""The backend, xp and device fixtures, and the options that choose what they run over."""
+"""The backend, xp and device fixtures, and the options that choose what they run over.
+
+A test that takes `backend` runs over every row of the table that can run here; test_backends.py
+names the others. ``@pytest.mark.needs(autodiff=True)`` leaves it the rows with that capability.
+What else it runs over may depend on the row: `dtype`, and what its module lists in BACKEND_AXES.
+"""
 
 from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -45,7 +53,7 @@ def _chosen(config: pytest.Config) -> list[str]:
     return [name for name in BACKENDS if name in chosen]
 
 
-def _dtypes(backend: Backend) -> tuple[str, ...]:
+def _dtypes(backend: Backend, _config: pytest.Config) -> tuple[str, ...]:
     """Return the dtypes of the tests that run over dtypes; float32 is in all the others."""
     # Each is compiled anew: a half and a double then stand for the rest.
     return ("bfloat16", "float64") if backend.compiled else backend.dtypes
@@ -59,22 +67,46 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers", "needs(**capabilities): run over the backends that have these alone"
+    )
     for name in config.getoption("--backend") or ():
         if MISSING[name]:
             raise pytest.UsageError(f"--backend {name} {MISSING[name]}")
 
 
+def _suited(metafunc: pytest.Metafunc) -> Iterator[Backend]:
+    """Yield the backends that run here and have what the test needs."""
+    marks = [mark.kwargs for mark in metafunc.definition.iter_markers("needs")]
+    for name in _chosen(metafunc.config):
+        backend = BACKENDS[name]
+        if not MISSING[name] and all(
+            getattr(backend, what) == value for needs in marks for what, value in needs.items()
+        ):
+            yield backend
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Run every test of a backend over all that can run; test_backends.py names the others."""
     own = [mark.args[0] for mark in metafunc.definition.iter_markers("parametrize")]
     if any("backend" in (names if isinstance(names, str) else list(names)) for names in own):
         return  # the test names its backends itself
-    here = [name for name in _chosen(metafunc.config) if not MISSING[name]]
-    if {"backend", "dtype"} <= set(metafunc.fixturenames):
-        pairs = [(name, dtype) for name in here for dtype in _dtypes(BACKENDS[name])]
-        metafunc.parametrize("backend,dtype", pairs, indirect=["backend"], scope="session")
-    elif "backend" in metafunc.fixturenames:
-        metafunc.parametrize("backend", here, indirect=True, scope="session")
+    if "backend" in metafunc.fixturenames:
+        known = {"dtype": _dtypes, **getattr(metafunc.module, "BACKEND_AXES", {})}
+        axes = {name: axis for name, axis in known.items() if name in metafunc.fixturenames}
+        rows = [
+            (backend.name, *others)
+            for backend in _suited(metafunc)
+            for others in itertools.product(
+                *(axis(backend, metafunc.config) for axis in axes.values())
+            )
+        ]
+        names = ["backend", *axes]
+        ids = ["-".join(map(str, row)) for row in rows]
+        if not rows:
+            needed = [mark.kwargs for mark in metafunc.definition.iter_markers("needs")]
+            skip = pytest.mark.skip(reason=f"needs a backend with {needed}")
+            rows, ids = [pytest.param(*names, marks=skip)], ["none"]
+        metafunc.parametrize(names, rows, indirect=["backend"], scope="session", ids=ids)
     if "each_backend" in metafunc.fixturenames:
         marks = [
             pytest.param(name, marks=pytest.mark.skip(reason=f"{name} {MISSING[name]}"))

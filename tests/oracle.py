@@ -35,6 +35,8 @@ class Steps:
     score: np.ndarray  # (B..., Hq, Lq, Lk), after softcap and bias
     slope: np.ndarray  # (B..., Hq, Lq, Lk): d(capped score) / d(score)
     allowed: np.ndarray  # (B..., Hq, Lq, Lk), bool
+    top: np.ndarray  # (B..., Hq, Lq): what is subtracted from the scores, their maximum
+    denominator: np.ndarray  # (B..., Hq, Lq), of the softmax, relative to that
     weights: np.ndarray  # (B..., Hq, Lq, Lk), before dropout
     sink_weight: np.ndarray  # (B..., Hq, Lq): what the sink takes of each row
     kept: np.ndarray  # (B..., Hq, Lq, Lk), bool: allowed and not dropped
@@ -115,7 +117,7 @@ def steps_of(
             bias = np.asarray(bias).astype(precision)
             score = score + bias
             allowed = allowed & ~np.isneginf(bias)
-        weights, sink_weight, lse = _softmax(score, allowed, sinks)
+        top, denominator, weights, sink_weight, lse = _softmax(score, allowed, sinks)
         kept = allowed if keep is None else allowed & keep
         output = select_product(_after_dropout(weights, kept, rate), value, kept)
     return Steps(
@@ -126,6 +128,8 @@ def steps_of(
         score=score,
         slope=slope,
         allowed=allowed,
+        top=top,
+        denominator=denominator,
         weights=weights,
         sink_weight=sink_weight,
         kept=kept,
@@ -192,7 +196,7 @@ def select_product(weights, values, felt) -> np.ndarray:
 
 
 def _softmax(score, allowed, sinks):
-    """Return the weights, the weight of the sink, and the lse, row by row."""
+    """Return maximum, denominator, weights, weight of the sink, and lse, row by row."""
     score = np.where(allowed, score, -np.inf).astype(score.dtype)
     top = np.max(score, axis=-1, initial=-np.inf)  # (B..., Hq, Lq)
     if sinks is None:
@@ -211,7 +215,7 @@ def _softmax(score, allowed, sinks):
     weights = np.where(allowed, weights, 0).astype(score.dtype)
     # An empty row without a sink has no denominator, and nothing takes its weight.
     sink_weight = np.where(denominator == 0, 0, sink_part / denominator).astype(score.dtype)
-    return weights, sink_weight, lse
+    return top, denominator, weights, sink_weight, lse
 
 
 def _after_dropout(weights, kept, rate):
@@ -240,7 +244,7 @@ def vjp(
     cotangent=None,
     lse_cotangent=None,
     *,
-    lse=None,
+    forward=None,
     sizes=False,
     layout="bhld",
     **options: Any,
@@ -248,15 +252,16 @@ def vjp(
     """Return the gradients of ``sum(output * cotangent) + sum(lse * lse_cotangent)``, by formula.
 
     They come by argument name, in the shape of the argument: query, key, value, and bias and sinks
-    where given. A cotangent left out is zero. With an `lse` the weights are made from it again, as
-    they are wherever they were not kept: it loses more, in working precision. With `sizes` they are
-    the sizes of what is summed: all numbers by their magnitude, so that nothing cancels.
+    where given. A cotangent left out is zero. With the steps of a `forward` pass that is another
+    one, the weights are made again, from the scores of this call and the denominator of that. With
+    `sizes` they are the sizes of what is summed: all numbers by their magnitude, and no
+    differences.
     """
     arguments = {"query": query, "key": key, "value": value}
     steps = steps_of(query, key, value, layout=layout, **options)
-    if lse is not None:
+    if forward is not None:
         with np.errstate(all="ignore"):
-            again = np.exp(steps.score - lse[..., None])
+            again = np.exp(steps.score - forward.top[..., None]) / forward.denominator[..., None]
         steps = replace(steps, weights=np.where(steps.allowed, again, 0).astype(again.dtype))
     if cotangent is None:
         cotangent = np.zeros_like(steps.output)

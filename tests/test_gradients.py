@@ -11,6 +11,7 @@ import functools
 import numpy as np
 import pytest
 
+from . import oracle
 from .accuracy import assert_near, gradients_of_oracle
 from .backends import Backend
 from .differentiate import gradients_of
@@ -19,21 +20,27 @@ from .dtypes import lse_dtype, numpy_dtype
 from .problems import allowed_by, make_inputs, restrictions
 from .strategies import RandomChooser, random_call
 
-COMBINATIONS = {False: 60, True: 6}
+
+def ways(backend: Backend, _config: pytest.Config) -> list[bool]:
+    """Return whether attention_vjp gives the gradients: always where the library has no way."""
+    return [False, True] if backend.autodiff else [True]
 
 
-@pytest.fixture(params=["own", "explicit"])
-def explicit(request, backend: Backend) -> bool:
-    """Whether attention_vjp gives the gradients, or the library itself."""
-    if request.param == "own" and not backend.autodiff:
-        pytest.skip(f"needs automatic differentiation: {backend.library} has none")
-    return request.param == "explicit"
+def bias_shapes(backend: Backend, _config: pytest.Config) -> list[tuple[int, ...]]:
+    return SHAPES[2:5] if backend.compiled else SHAPES
+
+
+def chunks(backend: Backend, _config: pytest.Config) -> list[range]:
+    count = 6 if backend.compiled else 60
+    return [range(start, start + 6) for start in range(5000, 5000 + count, 6)]
+
+
+SHAPES = [(1,), (7,), (5, 1), (1, 7), (2, 1, 1), (3, 1, 1, 7), (3, 2, 5, 7)]
+BACKEND_AXES = {"explicit": ways, "shape": bias_shapes, "chunk": chunks}
 
 
 def cotangents_of(arguments, seed=0):
     """Return random cotangents of the output and the lse, the latter 0 in rows without keys."""
-    from . import oracle
-
     exact = oracle.attention(**arguments)
     dtype = arguments["query"].dtype
     rng = np.random.default_rng(seed)
@@ -66,11 +73,9 @@ def combination(number, dtypes):
     return random_call(RandomChooser(number), dtypes, poison=False)
 
 
-@pytest.mark.parametrize("chunk", range(6))
 def test_random_combinations(backend: Backend, chunk):
     """All options together; every other time by attention_vjp where there are two ways."""
-    count = COMBINATIONS[backend.compiled] // 6
-    for number in range(5000 + chunk * count, 5000 + (chunk + 1) * count):
+    for number in chunk:
         call = combination(number, backend.dtypes)
         arguments = {**call.inputs, **call.options}
         expected = {**call.inputs, **call.expected}
@@ -142,14 +147,8 @@ def test_gradient_of_lse_of_empty_rows(backend: Backend, explicit):
         assert (gradient == 0).all()
 
 
-SHAPES = [(1,), (7,), (5, 1), (1, 7), (2, 1, 1), (3, 1, 1, 7), (3, 2, 5, 7)]
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_gradient_of_a_broadcast_bias_is_summed(backend: Backend, explicit, shape):
     """To its own shape, also where nothing else is differentiated."""
-    if backend.compiled and shape not in SHAPES[2:5]:
-        pytest.skip("needs a library that does not compile: three shapes are checked on this one")
     arguments = make_inputs(batch=(3,))
     arguments["bias"] = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
     check(
@@ -187,8 +186,6 @@ def test_every_dtype(backend: Backend, dtype, explicit):
 @pytest.mark.parametrize("name", ["query", "key", "value", "bias", "sinks"])
 def test_one_argument_alone(backend: Backend, name):
     """Where only that one is differentiated, the others get in no one's way."""
-    if backend.compiled and name in ("key", "sinks"):
-        pytest.skip("needs a library that does not compile: the others stand for it on this one")
     arguments = make_inputs()
     arguments["bias"] = np.zeros((5, 7), dtype=np.float32)
     arguments["sinks"] = np.zeros(2, dtype=np.float32)
@@ -207,12 +204,9 @@ def test_dropout_is_the_same_in_the_backward_pass(backend: Backend, explicit):
     )
 
 
+@pytest.mark.needs(autodiff=True)
 def test_second_derivatives(backend: Backend):
     """Of the sum of the first gradient, against differences of the oracle's first."""
-    if not backend.autodiff:
-        pytest.skip(f"needs automatic differentiation: {backend.library} has none")
-    from . import oracle
-
     arguments = make_inputs(batch=(), dtype="float64", queries=3, keys=4)
     arguments |= {"mask": np.random.default_rng(0).random((3, 4)) < 0.8, "softcap": 3.0}
     found = gradients_of(backend, {**arguments, "block_size": (2, 3)}, ["query", "key"], order=2)
@@ -233,7 +227,5 @@ def test_sum_of_output_is_linear_in_the_values(backend: Backend, explicit):
     """Its gradient by the values, times the values, is the sum again."""
     arguments = {**make_inputs(heads=4, key_heads=2), **restrictions(heads=4)["mask"]}
     gradient = gradients_of(backend, arguments, ["value"], explicit=explicit)["value"]
-    from . import oracle
-
     total = oracle.attention(**arguments).output.sum()
     np.testing.assert_allclose((gradient * arguments["value"]).sum(), total, rtol=1e-5)

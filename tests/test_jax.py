@@ -7,8 +7,9 @@ import pytest
 
 from portable_attention import Dropout, attention, merge_states, partial_attention
 
+from . import oracle
 from .accuracy import assert_accurate, reference_of
-from .backends import BACKENDS
+from .backends import Backend
 from .differentiate import gradients_of
 from .dropout_reference import keep_mask
 from .problems import make_inputs, restrictions
@@ -17,18 +18,11 @@ from .strategies import RandomChooser, random_call
 
 jax = pytest.importorskip("jax", reason="needs jax")
 jnp = jax.numpy
-JAX = BACKENDS["jax"]
+pytestmark = pytest.mark.needs(library="jax")
 
 
-@pytest.fixture(autouse=True)
-def _cpu_or_whatever_was_chosen(request):
-    chosen = request.config.getoption("--backend")
-    if chosen and not {"jax", "jax-gpu"} & set(chosen):
-        pytest.skip("needs --backend jax")
-
-
-def placed(arguments):
-    return {name: jnp.asarray(array) for name, array in arguments.items()}
+def placed(backend: Backend, arguments):
+    return {name: backend.asarray(array) for name, array in arguments.items()}
 
 
 TRACED = {
@@ -38,16 +32,16 @@ TRACED = {
 }
 
 
-def test_lengths_and_offsets_may_be_traced():
+def test_lengths_and_offsets_may_be_traced(backend: Backend):
     """Their values are not known when the call is compiled; the results are the same."""
     options = {**TRACED, "causal": True, "window": (3, 0)}
     inputs = make_inputs()
     reference = reference_of(**inputs, **options)
-    assert_accurate(*attend(JAX, **inputs, **options, jit=True, block_size=(3, 2)), reference)
+    assert_accurate(*attend(backend, **inputs, **options, jit=True, block_size=(3, 2)), reference)
 
 
-def test_one_compilation_serves_all_lengths():
-    inputs = placed(make_inputs())
+def test_one_compilation_serves_all_lengths(backend: Backend):
+    inputs = placed(backend, make_inputs())
     traces = []
 
     @jax.jit
@@ -62,42 +56,42 @@ def test_one_compilation_serves_all_lengths():
     assert len(traces) == 1
 
 
-def test_end_follows_traced_lengths():
+def test_end_follows_traced_lengths(backend: Backend):
     options = {"key_lengths": TRACED["key_lengths"], "causal": True, "query_offset": "end"}
     inputs = make_inputs()
     reference = reference_of(**inputs, **options)
-    assert_accurate(*attend(JAX, **inputs, **options, jit=True), reference)
+    assert_accurate(*attend(backend, **inputs, **options, jit=True), reference)
 
 
-def test_traced_lengths_out_of_range_do_not_read_beyond():
+def test_traced_lengths_out_of_range_do_not_read_beyond(backend: Backend):
     """They cannot be checked under a trace; what they say beyond the range is all or nothing."""
     inputs = make_inputs()
-    found = attend(JAX, **inputs, key_lengths=np.array([100, -5], np.int32), jit=True)
+    found = attend(backend, **inputs, key_lengths=np.array([100, -5], np.int32), jit=True)
     reference = reference_of(**inputs, key_lengths=np.array([7, 0]))
     assert_accurate(*found, reference)
 
 
-def test_seed_may_be_traced():
+def test_seed_may_be_traced(backend: Backend):
     inputs = make_inputs()
     call = jax.jit(lambda own, seed: attention(**own, dropout=Dropout(0.5, seed)))
     for seed in (3, -4):
-        found = np.asarray(call(placed(inputs), jnp.asarray(seed, jnp.int32)))
+        found = np.asarray(call(placed(backend, inputs), jnp.asarray(seed, jnp.int32)))
         kept = keep_mask(0.5, seed, (2, 2, 5, 7))
         assert_accurate(found, None, reference_of(**inputs, keep=kept, rate=0.5))
 
 
 @pytest.mark.parametrize("name", ["query", "key", "value", "mask", "bias", "sinks"])
-def test_numpy_arrays_are_constants(name):
+def test_numpy_arrays_are_constants(backend: Backend, name):
     """Any of them, next to JAX's own; the result is JAX's."""
     arguments = {**make_inputs(), "mask": np.ones((5, 7), dtype=bool)}
     arguments |= {"bias": np.zeros((5, 7), np.float32), "sinks": np.zeros(2, np.float32)}
-    own = {**placed(arguments), name: arguments[name]}
+    own = {**placed(backend, arguments), name: arguments[name]}
     found = attention(**own)
     assert isinstance(found, jax.Array)
     assert_accurate(np.asarray(found), None, reference_of(**arguments))
 
 
-def test_numpy_inputs_under_a_trace_are_constants():
+def test_numpy_inputs_under_a_trace_are_constants(backend: Backend):
     """Where a mask is traced and the rest is NumPy's."""
     inputs = make_inputs()
     mask = restrictions()["mask"]["mask"]
@@ -106,7 +100,7 @@ def test_numpy_inputs_under_a_trace_are_constants():
 
 
 @pytest.mark.parametrize("axis", [0, 1])
-def test_vmap_is_a_loop(axis):
+def test_vmap_is_a_loop(backend: Backend, axis):
     """Over grouped heads, with a mask that is shared and lengths that are mapped."""
     inputs = make_inputs(batch=(3, 2), heads=4, key_heads=2)
     mask = np.random.default_rng(0).random((5, 7)) < 0.7
@@ -116,48 +110,47 @@ def test_vmap_is_a_loop(axis):
     def call(inputs, lengths):
         return attention(**inputs, mask=mask, key_lengths=lengths, block_size=(3, 2))
 
-    found = jax.vmap(call, in_axes=(axis, 0))(placed(moved), jnp.asarray(lengths))
+    found = jax.vmap(call, in_axes=(axis, 0))(placed(backend, moved), jnp.asarray(lengths))
     reference = reference_of(**inputs, mask=mask, key_lengths=lengths)
     assert_accurate(np.asarray(found), None, reference)
 
 
-def test_vmap_over_the_bias_alone():
+def test_vmap_over_the_bias_alone(backend: Backend):
     inputs = make_inputs()
     bias = np.random.default_rng(0).standard_normal((3, 1, 1, 5, 7)).astype(np.float32)
-    found = jax.vmap(lambda bias: attention(**placed(inputs), bias=bias))(bias)
+    found = jax.vmap(lambda bias: attention(**placed(backend, inputs), bias=bias))(bias)
     for item, own_bias in zip(np.asarray(found), bias, strict=True):
         assert_accurate(item, None, reference_of(**inputs, bias=own_bias))
 
 
-def test_gradient_under_jit_and_of_vmap():
+def test_gradient_under_jit_and_of_vmap(backend: Backend):
     arguments = {**make_inputs(heads=4, key_heads=2), **restrictions(heads=4)["mask"]}
-    plain = gradients_of(JAX, arguments, ["query", "key", "value"])
-    compiled = gradients_of(JAX, arguments, ["query", "key", "value"], jit=True)
+    plain = gradients_of(backend, arguments, ["query", "key", "value"])
+    compiled = gradients_of(backend, arguments, ["query", "key", "value"], jit=True)
     for name, gradient in plain.items():
         np.testing.assert_allclose(compiled[name], gradient, rtol=1e-5, atol=1e-6)
 
 
-def test_forward_mode():
-    """jvp agrees with the difference along a direction."""
-    from . import oracle
+def test_forward_mode(backend: Backend):
+    """The tangent agrees with the difference along a direction."""
+    inputs = make_inputs(dtype="float64", queries=4, keys=5)
+    directions = make_inputs(dtype="float64", queries=4, keys=5, seed=1)
+    options = {"causal": True, "query_offset": "end"}
 
-    with jax.enable_x64(True):
-        inputs = make_inputs(dtype="float64", queries=4, keys=5)
-        directions = make_inputs(dtype="float64", queries=4, keys=5, seed=1)
-        call = lambda own: attention(**own, causal=True, query_offset="end", block_size=(3, 2))  # noqa: E731
-        _, tangent = jax.jvp(call, (placed(inputs),), (placed(directions),))
-        along, against = (
-            oracle.attention(
-                **{n: inputs[n] + sign * 1e-6 * directions[n] for n in inputs},
-                causal=True,
-                query_offset="end",
-            ).output
-            for sign in (1, -1)
-        )
-        np.testing.assert_allclose(np.asarray(tangent), (along - against) / 2e-6, atol=1e-8)
+    def call(own):
+        return attention(**own, **options, block_size=(3, 2))
+
+    _, tangent = jax.jvp(call, (placed(backend, inputs),), (placed(backend, directions),))
+    along, against = (
+        oracle.attention(
+            **{name: inputs[name] + sign * 1e-6 * directions[name] for name in inputs}, **options
+        ).output
+        for sign in (1, -1)
+    )
+    np.testing.assert_allclose(np.asarray(tangent), (along - against) / 2e-6, atol=1e-8)
 
 
-def test_states_under_jit():
+def test_states_under_jit(backend: Backend):
     inputs = make_inputs()
 
     @jax.jit
@@ -170,14 +163,14 @@ def test_states_under_jit():
             )
         )
 
-    output, lse = split(placed(inputs))
+    output, lse = split(placed(backend, inputs))
     reference = reference_of(**inputs)
     np.testing.assert_allclose(np.asarray(output), reference.output, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(np.asarray(lse), reference.lse, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("number", range(2000, 2008))
-def test_combinations_without_64_bits(number):
+def test_combinations_without_64_bits(backend: Backend, number):
     """As JAX is by default: int64 lengths and offsets of NumPy are taken all the same."""
     call = random_call(RandomChooser(number), ("float32", "float16", "bfloat16"))
     numpy_options = tuple(
@@ -185,7 +178,7 @@ def test_combinations_without_64_bits(number):
     )
     with jax.enable_x64(False):
         output, lse = attend(
-            JAX,
+            backend,
             **call.inputs,
             **call.options,
             block_size=call.block_size,

@@ -27,15 +27,14 @@ OPTIONS = (
 )
 
 
-def pytest_generate_tests(metafunc):
-    if "chunk" in metafunc.fixturenames:
-        asked = metafunc.config.getoption("--combinations")
-        first = metafunc.config.getoption("--first-combination")
-        most = COMBINATIONS[False] if asked is None else asked
-        starts = range(first, first + most, CHUNK)
-        metafunc.parametrize(
-            "chunk", [range(start, min(start + CHUNK, first + most)) for start in starts], ids=str
-        )
+def chunks(backend: Backend, config: pytest.Config) -> list[range]:
+    """Return the numbers of the combinations that a backend runs, test by test."""
+    first = config.getoption("--first-combination")
+    last = first + (config.getoption("--combinations") or COMBINATIONS[backend.compiled])
+    return [range(start, min(start + CHUNK, last)) for start in range(first, last, CHUNK)]
+
+
+BACKEND_AXES = {"chunk": chunks}
 
 
 @functools.lru_cache(maxsize=4096)
@@ -53,11 +52,7 @@ def check(backend: Backend, call: Call, reference: Reference, described: str) ->
         raise AssertionError(f"{described}: {call}") from error
 
 
-def test_combinations_agree_with_the_oracle(backend: Backend, chunk, request):
-    if request.config.getoption("--combinations") is None:
-        chunk = [number for number in chunk if number < COMBINATIONS[backend.compiled]]
-        if not chunk:
-            pytest.skip("needs --combinations: each one has to be compiled")
+def test_combinations_agree_with_the_oracle(backend: Backend, chunk):
     for number in chunk:
         call, reference = combination(number, backend.dtypes)
         check(backend, call, reference, f"combination {number} on {backend}")

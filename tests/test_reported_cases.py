@@ -24,31 +24,27 @@ CASES = load_cases()
 CALLS = [case for case in CASES if not case.states]
 MERGES = [case for case in CASES if case.states]
 DIFFERENTIATED = [case for case in CALLS if {*GRADIENTS, "linear_in_value"} & case.expect.keys()]
-# Odd ones, and one that is larger than any case. "default" is left to the library.
+# The library's own, odd ones, and one that is larger than any case.
 BLOCKS = {"default": None, "1x1": (1, 1), "3x2": (3, 2), "7x5": (7, 5), "5000x5000": (5000, 5000)}
-COMPILED_BLOCKS = ("default",)  # a compilation for each; the others run with --combinations
+
+
+def blocks(backend: Backend, config: pytest.Config) -> list[str]:
+    """Return the names of the tilings that a backend runs the cases with."""
+    # A tiling takes a compilation of each case: the jit test has another one.
+    short = backend.compiled and config.getoption("--combinations") is None
+    return ["default"] if short else list(BLOCKS)
+
+
+BACKEND_AXES = {"block": blocks}
 
 
 def by_id(case: Case) -> str:
     return case.id
 
 
-@pytest.fixture(params=list(BLOCKS))
-def block(request, backend: Backend):
-    """The options that force a tiling."""
-    if (
-        backend.compiled
-        and request.param not in COMPILED_BLOCKS
-        and request.config.getoption("--combinations") is None
-    ):
-        pytest.skip("needs --combinations: compiling every case for every tiling takes long")
-    size = BLOCKS[request.param]
-    return {} if size is None else {"block_size": size}
-
-
-def arguments_of(case: Case, block: dict[str, Any]) -> dict[str, Any]:
+def arguments_of(case: Case, block: str) -> dict[str, Any]:
     """Return the call of a case; one that fixes its block size keeps it."""
-    return {**block, **case.options, **case.inputs}
+    return {"block_size": BLOCKS[block], **case.options, **case.inputs}
 
 
 def skip_unless_meant_for(case: Case, backend: Backend) -> None:
@@ -95,7 +91,7 @@ def _vmapped(case: Case, backend: Backend, arguments: dict[str, Any]):
     return [backend.to_numpy(result) for result in results]
 
 
-def assert_expected(case: Case, backend: Backend, block, jit: bool = False) -> None:
+def assert_expected(case: Case, backend: Backend, block: str, jit: bool = False) -> None:
     """Check everything that a case says of the results of its call."""
     arguments, expect = arguments_of(case, block), case.expect
     if "raises" in expect:
@@ -118,7 +114,7 @@ def assert_expected(case: Case, backend: Backend, block, jit: bool = False) -> N
     if "equals" in expect:
         other_inputs, other_options = expect["equals"]
         # Options are those of the other call, not these ones changed.
-        other = {**block, **case.inputs, **other_inputs, **other_options}
+        other = {"block_size": BLOCKS[block], **case.inputs, **other_inputs, **other_options}
         same = attend(backend, **other, jit=jit).output
         assert_close(output, same.astype(np.float64), case, "the output of the equal call")
     if "output_or_zero" in expect:
@@ -133,13 +129,12 @@ def test_call(backend: Backend, case: Case, block):
     assert_expected(case, backend, block)
 
 
+@pytest.mark.needs(compiled=True)
 @pytest.mark.parametrize("case", CALLS, ids=by_id)
 def test_call_under_jit(backend: Backend, case: Case):
     """Every array traced: masks, lengths and offsets, too."""
     skip_unless_meant_for(case, backend)
-    if not backend.compiled:
-        pytest.skip("needs a library that compiles")
-    assert_expected(case, backend, {"block_size": (3, 2)}, jit=True)
+    assert_expected(case, backend, "3x2", jit=True)
 
 
 @pytest.mark.parametrize("case", DIFFERENTIATED, ids=by_id)
@@ -150,13 +145,12 @@ def test_gradients(backend: Backend, case: Case, block):
     assert_gradients(case, backend, arguments_of(case, block), vmapped=vmapped)
 
 
+@pytest.mark.needs(autodiff=True)
 @pytest.mark.parametrize("case", DIFFERENTIATED, ids=by_id)
 def test_explicit_gradients(backend: Backend, case: Case):
     """By attention_vjp on the libraries that differentiate themselves, too."""
     skip_unless_meant_for(case, backend)
-    if not backend.autodiff:
-        pytest.skip("needs a library with autodiff: elsewhere test_gradients is this test")
-    arguments = arguments_of(case, {"block_size": (3, 2)})
+    arguments = arguments_of(case, "3x2")
     assert_gradients(case, backend, arguments, explicit=True)
 
 

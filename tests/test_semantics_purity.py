@@ -11,7 +11,8 @@ import pytest
 from threadpoolctl import threadpool_limits
 
 from .accuracy import assert_accurate, reference_of
-from .backends import Backend
+from .backends import BACKENDS, Backend
+from .dtypes import numpy_dtype
 from .memory import VIEWS, lay_out
 from .problems import make_inputs, restrictions
 from .running import attend
@@ -70,10 +71,15 @@ def test_the_same_call_gives_the_same_bits(backend: Backend):
         assert_same_bits(*results)
 
 
-@pytest.mark.parametrize("block_size", [(1, 1), (2, 5), (4, 3), (100, 1), (1, 100), (100, 100)])
+def some_blocks(backend: Backend, _config) -> list[tuple[int, int]]:
+    blocks = [(4, 3), (1, 1), (2, 5), (100, 1), (1, 100), (100, 100)]
+    return blocks[:1] if backend.compiled else blocks
+
+
+BACKEND_AXES = {"block_size": some_blocks}
+
+
 def test_block_size_changes_rounding_alone(backend: Backend, block_size):
-    if backend.compiled and block_size[0] != 4:
-        pytest.skip("needs a library that does not compile: one tiling is checked on this one")
     for way, options in restrictions().items():
         inputs = make_inputs(heads=2, key_heads=1)
         output, lse = attend(backend, **inputs, **options, block_size=block_size)
@@ -95,17 +101,15 @@ def wide_call():
     return inputs, options
 
 
-@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
-def test_numpy_gives_the_same_bits_for_any_number_of_threads(dtype):
+@pytest.mark.needs(library="numpy")
+def test_numpy_gives_the_same_bits_for_any_number_of_threads(backend: Backend, dtype):
     """In this process under limits, of BLAS and of the package's own pool."""
-    from .backends import BACKENDS
-
     inputs, options = wide_call()
-    inputs = {name: array.astype(dtype) for name, array in inputs.items()}
-    expected = attend(BACKENDS["numpy"], **inputs, **options, block_size=(64, 128))
+    inputs = {name: array.astype(numpy_dtype(dtype)) for name, array in inputs.items()}
+    expected = attend(backend, **inputs, **options, block_size=(64, 128))
     for threads in (1, 2, 5):
         with threadpool_limits(threads):
-            found = attend(BACKENDS["numpy"], **inputs, **options, block_size=(64, 128))
+            found = attend(backend, **inputs, **options, block_size=(64, 128))
         assert_same_bits(found, expected)
 
 
@@ -120,8 +124,10 @@ for result in attend(BACKENDS["numpy"], **inputs, **options):
 """
 
 
-def test_numpy_gives_the_same_bits_whatever_the_environment_says_of_threads():
+@pytest.mark.needs(library="numpy")
+def test_numpy_gives_the_same_bits_whatever_the_environment_says(backend: Backend):
     """In processes that see one processor, or that hold BLAS to some number of threads."""
+    del backend  # of the processes that are started
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0]
     digests = set()
     for environment, processors in (
@@ -142,12 +148,10 @@ def test_numpy_gives_the_same_bits_whatever_the_environment_says_of_threads():
     assert len(digests) == 1
 
 
+@pytest.mark.needs(library="numpy")
 @pytest.mark.parametrize("number", range(12))
-def test_numpy_gives_each_item_the_bits_it_has_alone(number):
+def test_numpy_gives_each_item_the_bits_it_has_alone(backend: Backend, number):
     """Each batch item and head, whatever else is in the call, NaN included."""
-    from .backends import BACKENDS
-
-    numpy = BACKENDS["numpy"]
     dtype = ("float16", "float32", "float64")[number % 3]
     rng = np.random.default_rng(number)
     queries, keys = (int(n) for n in rng.integers(1, 40, 2))
@@ -161,7 +165,7 @@ def test_numpy_gives_each_item_the_bits_it_has_alone(number):
     options = {"causal": True, "query_offset": "end"}
     options["bias"] = rng.standard_normal((3, 1, queries, keys)).astype(dtype)
     blocks = [None, (7, 5), (64, 64)][number % 3]
-    whole = attend(numpy, **inputs, **options, key_lengths=lengths, block_size=blocks)
+    whole = attend(backend, **inputs, **options, key_lengths=lengths, block_size=blocks)
     for item in range(3):
         for group in range(2):
             part = {
@@ -170,14 +174,12 @@ def test_numpy_gives_each_item_the_bits_it_has_alone(number):
                 "value": inputs["value"][item, group : group + 1],
             }
             own = {**options, "bias": options["bias"][item], "key_lengths": lengths[item]}
-            alone = attend(numpy, **part, **own, block_size=blocks)
+            alone = attend(backend, **part, **own, block_size=blocks)
             assert_same_bits(alone, [result[item, 2 * group : 2 * group + 2] for result in whole])
 
 
 def test_every_backend_gives_the_results_of_numpy(backend: Backend):
     """Without the oracle between them: the same call, the same answer within its rounding."""
-    from .backends import BACKENDS
-
     for number in range(1000, 1003 if backend.compiled else 1040):
         call = random_call(RandomChooser(number), BACKENDS["strict-no-x64"].dtypes)
         reference = reference_of(**call.inputs, **call.expected)

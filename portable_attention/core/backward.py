@@ -18,6 +18,8 @@ from portable_attention.core import plan, tile
 from portable_attention.core.eager import Part, Tile, scale_query
 
 _NEG_INF = float("-inf")
+# Up to here the lse is rounded no more coarsely than scores of its size are.
+_FAR_LSE = 64.0
 
 # Takes a name ("key", "value" or "bias"), the columns of a tile, and its gradient.
 Emit = Callable[[str, tuple[int, int], Array], None]
@@ -62,20 +64,14 @@ def row_gradients(
     problem, xp, ops = call.problem, backend.xp, backend.ops
     dtype = backend.dtype(problem.compute_dtype)
     here = slice(*rows)
-    lse = xp.expand_dims(given.lse[..., here], axis=-1)
-    d_output = given.d_output[..., here, :]
-    if careful:
-        # Nothing comes back through a row that attends nothing.
-        d_output = xp.where(lse == _NEG_INF, 0.0, d_output)
-    d_lse = None if given.d_lse is None else xp.expand_dims(given.d_lse[..., here], axis=-1)
-    if careful and d_lse is not None:
-        d_lse = xp.where(lse == _NEG_INF, 0.0, d_lse)
-    inner = xp.sum(d_output * given.output[..., here, :], axis=-1, keepdims=True)
-    if d_lse is not None:
-        inner = inner - d_lse
-    shift = tile.finite_shift(xp, lse)
-
+    d_output, inner, lse, shift = _row_terms(xp, given, here, careful=careful)
     query, late_scale = scale_query(backend, part.query_rows(rows), problem)
+    far = xp.isfinite(lse) & (xp.abs(lse) > _FAR_LSE)
+    if xp.any(far):
+        # What the weights below must be multiplied by, at the rows rather than at the tiles.
+        factor = 1.0 / _total(part, rows, block_k, query, late_scale, shift)
+        factor = xp.where(far, factor, xp.ones_like(factor))
+        d_output, inner = d_output * factor, inner * factor
     plain_query = finite_or_zero(xp, query) if careful else query
     d_query = xp.zeros(
         (*part.lead, rows[1] - rows[0], problem.width), dtype=dtype, device=call.device
@@ -115,6 +111,47 @@ def row_gradients(
         d_sinks = xp.where(share_of_sink == 0.0, 0.0, -(share_of_sink * inner))
     early_scale = problem.scale if late_scale == 1.0 else 1.0
     return ops.multiply(d_query, early_scale), d_sinks
+
+
+def _row_terms(
+    xp: Any, given: Cotangents, here: slice, *, careful: bool
+) -> tuple[Array, Array, Array, Array]:
+    """Return do (..., q, D), rowsum(do o) - dlse, the lse and what stands for it in exp."""
+    lse = xp.expand_dims(given.lse[..., here], axis=-1)
+    d_output = given.d_output[..., here, :]
+    if careful:
+        # Nothing comes back through a row that attends nothing.
+        d_output = xp.where(lse == _NEG_INF, 0.0, d_output)
+    d_lse = None if given.d_lse is None else xp.expand_dims(given.d_lse[..., here], axis=-1)
+    if careful and d_lse is not None:
+        d_lse = xp.where(lse == _NEG_INF, 0.0, d_lse)
+    inner = xp.sum(d_output * given.output[..., here, :], axis=-1, keepdims=True)
+    if d_lse is not None:
+        inner = inner - d_lse
+    return d_output, inner, lse, tile.finite_shift(xp, lse)
+
+
+def _total(
+    part: Part,
+    rows: tuple[int, int],
+    block_k: int,
+    query: Array,
+    late_scale: float,
+    shift: Array,
+) -> Array:
+    """Return the sum of the weights of each row as the lse gives them: 1, up to its rounding.
+
+    A large lse has lost the log of the sum beside the maximum: of three keys under a bias of -1e9,
+    each would get a weight of 1.
+    """
+    backend, xp = part.call.backend, part.call.backend.xp
+    total = xp.zeros_like(shift)
+    if part.sinks is not None:
+        total = total + xp.exp(part.sinks - shift)
+    for met in part.tiles(rows, block_k):
+        weights, _ = _weights(part, query, late_scale, met, shift)
+        total = total + backend.ops.row_sum(weights)
+    return total
 
 
 def _weights(

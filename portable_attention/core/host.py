@@ -175,8 +175,7 @@ def _attend(heads: Heads, rows: tuple[int, int], output: Array, lse: Array) -> N
         keep_rate=1.0 - problem.dropout_rate,
     )
     wrong = ~np.isfinite(state.denominator) | ~_all_finite(state.accumulator)
-    if not bounded:
-        wrong |= empty & np.logical_not(finite)
+    wrong |= empty & np.logical_not(finite)
     harmed = _harmed(state) if bounded else np.zeros_like(wrong)
     if not (wrong.any() or harmed.any()):
         return

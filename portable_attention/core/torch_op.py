@@ -67,9 +67,9 @@ def attend(
         window[0],
         window[1],
         offset if isinstance(offset, str) else None,
-        *_number_or_tensor(offset),
-        *_number_or_tensor(lengths[0]),
-        *_number_or_tensor(lengths[1]),
+        *_number_or_tensor(offset, query.device),
+        *_number_or_tensor(lengths[0], query.device),
+        *_number_or_tensor(lengths[1], query.device),
         _float(options["scale"]),
         _float(options["softcap"]),
         None if dropout is None else float(dropout.rate),
@@ -87,14 +87,14 @@ def _float(given: Any) -> float | None:
     return None if given is None else float(given)
 
 
-def _number_or_tensor(given: Any) -> tuple[int | None, Tensor | None]:
+def _number_or_tensor(given: Any, device: Any) -> tuple[int | None, Tensor | None]:
     if given is None or isinstance(given, str):
         return None, None
     if isinstance(given, Tensor):
         return None, given
     if isinstance(given, np.ndarray):
         near = np.clip(given, -_FAR, _FAR) if given.dtype.kind == "i" else np.minimum(given, _FAR)
-        return None, torch.tensor(near.tolist(), dtype=torch.int64)
+        return None, torch.tensor(near.tolist(), dtype=torch.int64, device=device)
     return _near(given), None
 
 
@@ -138,7 +138,9 @@ def _attend(
     wide, inner_lse = schedules.run(call, wide=True)
     output, lse = call.restore(wide.to(query.dtype), inner_lse)
     kept = wide if wide.dtype != query.dtype else wide.new_empty(0)
-    return output.contiguous(), lse.contiguous(), kept
+    # Not views, which autograd would not let be changed in place.
+    packed = torch.contiguous_format
+    return output.clone(memory_format=packed), lse.clone(memory_format=packed), kept
 
 
 def _validated(inputs: Sequence[Any]) -> Call:

@@ -1,0 +1,210 @@
+"""What PyTorch's own tools make of a call: autograd, compilers, transforms, autocast."""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+import pytest
+
+from portable_attention import Dropout, attention, attention_vjp, partial_attention
+
+torch = pytest.importorskip("torch", reason="needs torch")
+
+
+def tensors(dtype=torch.float64, requires_grad=True):
+    generator = torch.Generator().manual_seed(0)
+    shapes = {
+        "query": (2, 4, 5, 3),
+        "key": (2, 2, 6, 3),
+        "value": (2, 2, 6, 2),
+        "bias": (4, 1, 6),
+        "sinks": (4,),
+    }
+    return {
+        name: torch.randn(shape, generator=generator, dtype=torch.float64)
+        .to(dtype)
+        .requires_grad_(requires_grad)
+        for name, shape in shapes.items()
+    }
+
+
+OPTIONS = {
+    "causal": True,
+    "query_offset": -1,  # the first row is empty
+    "softcap": 2.0,
+    "block_size": (2, 4),
+    "dropout": Dropout(0.3, 4),
+    "return_lse": True,
+}
+
+
+def call(query, key, value, bias, sinks, **options):
+    return attention(query, key, value, bias=bias, sinks=sinks, **{**OPTIONS, **options})
+
+
+def test_gradcheck_backwards_and_forwards():
+    assert torch.autograd.gradcheck(call, tuple(tensors().values()), check_forward_ad=True)
+
+
+def test_gradgradcheck():
+    assert torch.autograd.gradgradcheck(call, tuple(tensors().values()))
+
+
+def test_gradcheck_with_heads_after_length():
+    x, y, z = (
+        torch.randn(1, 4, heads, 3, dtype=torch.float64).requires_grad_() for heads in (4, 2, 2)
+    )
+
+    def swapped(*arrays):
+        return attention(*arrays, layout="blhd", window=(2, 1))
+
+    assert torch.autograd.gradcheck(swapped, (x, y, z))
+    assert torch.autograd.gradgradcheck(swapped, (x, y, z))
+
+
+@pytest.mark.parametrize("name", ["query", "key", "value", "bias", "sinks"])
+def test_a_gradient_by_one_argument_alone(name):
+    alone = tensors(requires_grad=False)
+    alone[name].requires_grad_()
+    everything = tensors()
+    for arguments in (alone, everything):
+        output, lse = call(**arguments)
+        (output.sum() + torch.where(torch.isinf(lse), 0.0, lse).sum()).backward()
+    assert torch.equal(alone[name].grad, everything[name].grad)
+    assert all(array.grad is None for other, array in alone.items() if other != name)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compile_makes_one_graph_without_tiles(dynamic):
+    counted = []
+
+    def backend(graph, example_inputs):
+        counted.append([node for node in graph.graph.nodes if node.op == "call_function"])
+        return graph.forward
+
+    compiled = torch.compile(call, fullgraph=True, backend=backend, dynamic=dynamic)
+    arguments = tensors(requires_grad=False)
+    for found, expected in zip(compiled(**arguments), call(**arguments), strict=True):
+        assert torch.equal(found, expected)
+    (nodes,) = counted
+    assert len(nodes) < 12  # the operator and what takes its results apart
+
+
+def test_gradients_of_a_compiled_call():
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    results = []
+    for function in (call, compiled):
+        arguments = tensors()
+        output, _ = function(**arguments, key_lengths=torch.tensor([5, 6]), window=(3, 0))
+        output.sum().backward()
+        results.append([array.grad for array in arguments.values()])
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
+def test_export():
+    class Model(torch.nn.Module):
+        def forward(self, query, key, value):
+            return attention(query, key, value, causal=True, query_offset="end")
+
+    query, key, value, *_ = tensors(requires_grad=False).values()
+    exported = torch.export.export(Model(), (query, key, value))
+    assert torch.equal(exported.module()(query, key, value), Model()(query, key, value))
+
+
+def test_transforms():
+    query, key, value, *_ = tensors(requires_grad=False).values()
+
+    def output(query):
+        return attention(query, key, value, causal=True, query_offset="end")
+
+    mapped = torch.func.vmap(output)(torch.stack([query, 2 * query]))
+    torch.testing.assert_close(mapped, torch.stack([output(query), output(2 * query)]))
+    recorded = query.clone().requires_grad_()
+    output(recorded).sum().backward()
+    gradient = torch.func.grad(lambda x: output(x).sum())(query)
+    torch.testing.assert_close(gradient, recorded.grad)
+    _, along = torch.func.jvp(output, (query,), (torch.ones_like(query),))
+    steps = [output(query + step * torch.ones_like(query)) for step in (1e-6, -1e-6)]
+    torch.testing.assert_close(along, (steps[0] - steps[1]) / 2e-6, rtol=1e-6, atol=1e-8)
+
+
+def test_autocast_decides_the_dtype_as_for_pytorchs_own_attention():
+    query, key, value, *_ = tensors(torch.float32, requires_grad=False).values()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output = attention(query, key, value.to(torch.bfloat16))
+        assert output.dtype == torch.bfloat16
+        assert partial_attention(query, key, value).output.dtype == torch.bfloat16
+        assert attention(*(x.double() for x in (query, key, value))).dtype == torch.float64
+    narrow = [x.to(torch.bfloat16) for x in (query, key, value)]
+    assert torch.equal(output, attention(*narrow))
+
+
+def test_autocast_and_gradients():
+    query, key, value, *_ = tensors(torch.float32).values()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        attention(query, key, value).float().sum().backward()
+    assert query.grad.dtype == torch.float32
+    narrow = [x.detach().to(torch.bfloat16).requires_grad_() for x in (query, key, value)]
+    attention(*narrow).float().sum().backward()
+    torch.testing.assert_close(value.grad, narrow[2].grad.float())
+
+
+@pytest.mark.parametrize("options", [{"key_lengths": 0}, {"mask": torch.zeros(5, 6).bool()}])
+def test_rows_that_attend_nothing_are_connected_to_their_inputs(options):
+    query, key, value, *_ = tensors().values()
+    attention(query, key, value, **options).sum().backward()
+    assert all(not array.grad.any() for array in (query, key, value))
+
+
+@pytest.mark.parametrize("shape", [(0, 2, 5), (2, 0)])
+def test_empty_outputs_are_connected_to_their_inputs(shape):
+    query, key, value = (torch.zeros(*shape, 3, requires_grad=True) for _ in range(3))
+    attention(query, key, value).sum().backward()
+    assert query.grad.shape == query.shape
+
+
+def test_integers_and_arrays_that_the_dispatcher_would_refuse():
+    query, key, value, *_ = tensors().values()
+    far = {"query_offset": 10**30, "window": (10**30, 0), "block_size": (10**20, 4)}
+    expected = attention(query.detach(), key.detach(), value.detach(), **far)
+    torch.testing.assert_close(attention(query, key, value, **far), expected)
+    lengths = np.array([6, 5])[::-1]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for given in (lengths, lengths.astype(">i8"), lengths.astype(np.uint64)):
+            found = attention(query, key, value, key_lengths=given)
+            expected = attention(query, key, value, key_lengths=np.array([5, 6]))
+            assert torch.equal(found, expected)
+
+
+def test_the_output_may_be_changed_in_place():
+    query, key, value, *_ = tensors().values()
+    output = attention(query, key, value)
+    output += 1
+    output.mul_(2).sum().backward()
+    assert query.grad is not None
+
+
+def test_tensors_that_are_not_dense_are_refused_by_name():
+    dense = torch.ones(2, 3, 4)
+    with pytest.raises(TypeError, match=r"key is a sparse tensor.*to_dense"):
+        attention(dense, dense.to_sparse(), dense)
+
+
+@pytest.mark.parametrize("thing", [torch.float32, torch.Size([2, 3]), torch.nn.Linear(2, 2)])
+def test_other_things_of_torch_are_refused(thing):
+    with pytest.raises(TypeError, match="query must be an array"):
+        attention(thing, thing, thing)
+
+
+def test_the_gradients_of_autograd_and_of_attention_vjp_are_the_same_bits():
+    arguments = tensors()
+    output, lse = call(**arguments)
+    cotangents = torch.ones_like(output), torch.zeros_like(lse)
+    torch.autograd.backward((output, lse), cotangents)
+    given = {name: array.detach() for name, array in arguments.items()}
+    inputs = [given.pop(name) for name in ("query", "key", "value")]
+    _, pullback = attention_vjp(*inputs, **given, **OPTIONS)
+    for name, gradient in pullback(*cotangents)._asdict().items():
+        assert torch.equal(gradient, arguments[name].grad)
