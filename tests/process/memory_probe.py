@@ -67,7 +67,7 @@ def _broadcast(array: np.ndarray) -> np.ndarray:
     return np.lib.stride_tricks.as_strided(array, (2, *array.shape[1:]), (0, *array.strides[1:]))
 
 
-def _everything(length: int, **more: Any) -> dict[str, Any]:
+def _everything(length: int, heads: int = 4, **more: Any) -> dict[str, Any]:
     return {
         "mask": _key_padding(length),
         "bias": _key_bias(length),
@@ -78,7 +78,7 @@ def _everything(length: int, **more: Any) -> dict[str, Any]:
         "key_lengths": _lengths(length),
         "scale": 0.3,
         "softcap": 20.0,
-        "sinks": np.zeros(4, dtype=np.float32),
+        "sinks": np.zeros(heads, dtype=np.float32),
         "dropout": Dropout(0.25, 3),
         "return_lse": True,
         **more,
@@ -104,23 +104,23 @@ CALLS: dict[str, Call] = {
     "query lengths": Call(options=lambda length: {"query_lengths": _lengths(length)}),
     "softcap": Call(options=_options(softcap=5.0)),
     "sinks": Call(options=_options(sinks=np.zeros(1, dtype=np.float32))),
-    "dropout": Call(options=_options(dropout=Dropout(0.25, 3))),
+    "dropout": Call(options=_options(dropout=Dropout(0.25, 3), causal=True)),
     "lse": Call(options=_options(return_lse=True)),
     "grouped heads": Call(heads=4, key_heads=2, options=_options(causal=True)),
-    "one key head": Call(heads=2),
-    "batch": Call(batch=2),
+    "one key head": Call(heads=2, options=_options(causal=True)),
+    "batch": Call(batch=2, options=_options(causal=True)),
     "float16": Call(dtype="float16"),
     "bfloat16": Call(dtype="bfloat16"),
     "float64": Call(dtype="float64"),
     "block size": Call(options=_options(block_size=(200, 320))),
-    "layout": Call(heads=2, key_heads=2, options=_options(layout="blhd")),
-    "broadcast": Call(view=_broadcast),
+    "layout": Call(heads=2, key_heads=2, options=_options(layout="blhd", causal=True)),
+    "broadcast": Call(view=_broadcast, options=_options(causal=True)),
     "reversed": Call(view=lambda array: array[..., ::-1, ::-1]),
     "portable": Call(options=_options(engine="portable")),
     "partial": Call(function=partial_attention),
     "all together": Call(heads=4, key_heads=2, options=_everything),
     "all in float16": Call(
-        heads=4, key_heads=2, dtype="float16", options=partial(_everything, layout="blhd")
+        heads=2, key_heads=1, dtype="float16", options=partial(_everything, heads=2, layout="blhd")
     ),
 }
 
