@@ -18,8 +18,8 @@ from .backends import BACKENDS, Backend
 from .running import run
 from .strategies import Call, RandomChooser, calls, random_call
 
-COMBINATIONS = {False: 300, True: 24}  # by whether each has to be compiled
-EXAMPLES = {False: 60, True: 4}  # of Hypothesis, which shrinks what it finds
+COMBINATIONS = {False: 100, True: 20}  # by whether each has to be compiled
+EXAMPLES = {False: 30, True: 4}  # of Hypothesis, which shrinks what it finds
 CHUNK = 12
 OPTIONS = (
     *("layout", "mask", "bias", "causal", "window", "query_offset", "query_lengths"),

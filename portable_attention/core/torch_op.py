@@ -132,15 +132,14 @@ def _attend(
     block_q: int | None,
     block_k: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return output and lse, and the output in the dtype of the scores where that is wider."""
+    """Return output and lse, and the output as it was computed, for the backward pass."""
     inputs = tuple(locals().values())
     call = _validated(inputs)
     wide, inner_lse = schedules.run(call, wide=True)
     output, lse = call.restore(wide.to(query.dtype), inner_lse)
-    kept = wide if wide.dtype != query.dtype else wide.new_empty(0)
-    # Not views, which autograd would not let be changed in place.
+    # The output is the caller's, to change in place if he likes; the backward pass has its own.
     packed = torch.contiguous_format
-    return output.clone(memory_format=packed), lse.clone(memory_format=packed), kept
+    return output.clone(memory_format=packed), lse.clone(memory_format=packed), wide
 
 
 def _validated(inputs: Sequence[Any]) -> Call:
@@ -180,15 +179,14 @@ def _(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
     query, shape = inputs[0], call.problem.output_shape
     dtype = call.backend.dtype(call.problem.compute_dtype)
     output, lse = call.restore(query.new_empty(shape), query.new_empty(shape[:-1], dtype=dtype))
-    kept = query.new_empty(shape if dtype != query.dtype else 0, dtype=dtype)
-    return torch.empty_like(output, memory_format=torch.contiguous_format), lse, kept
+    wide = query.new_empty(shape, dtype=dtype)
+    return torch.empty_like(output, memory_format=torch.contiguous_format), lse, wide
 
 
 @torch.library.custom_op("portable_attention::attend_backward", mutates_args=())
 def _attend_backward(
     d_output: Tensor | None,
     d_lse: Tensor | None,
-    output: Tensor,
     lse: Tensor,
     wide: Tensor,
     query: Tensor,
@@ -219,14 +217,12 @@ def _attend_backward(
     block_k: int | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of query, key, value, bias and sinks; of size 0 for what is absent."""
-    inputs = tuple(locals().values())[5:]
+    inputs = tuple(locals().values())[4:]
     call = _validated(inputs)
-    if d_output is None:
-        d_output = torch.zeros_like(output)
     given = Cotangents(
-        wide if wide.numel() else call.inner(output),
+        wide,
         call.inner(lse, rows=True),
-        call.inner(d_output),
+        torch.zeros_like(wide) if d_output is None else call.inner(d_output),
         None if d_lse is None else call.inner(d_lse, rows=True),
     )
     found = schedules.run_backward(call, given)
@@ -240,7 +236,7 @@ def _attend_backward(
 
 @_attend_backward.register_fake
 def _(*inputs: Any) -> tuple[Tensor, ...]:
-    query, key, value, _, bias, sinks = inputs[5:11]
+    query, key, value, _, bias, sinks = inputs[4:10]
     return tuple(
         query.new_empty(0)
         if array is None
@@ -251,7 +247,7 @@ def _(*inputs: Any) -> tuple[Tensor, ...]:
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     """Keep the tensors for autograd and everything else as it is."""
-    everything = (*output, *inputs)
+    everything = (*output[1:], *inputs)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*(one for one in everything if isinstance(one, Tensor)))
     ctx.others = [None if isinstance(one, Tensor) else (one,) for one in everything]
@@ -265,10 +261,10 @@ def _saved(ctx: Any) -> list[Any]:
 def _backward(
     ctx: Any, d_output: Tensor | None, d_lse: Tensor | None, _: Tensor | None
 ) -> tuple[Any, ...]:
-    output, lse, wide, *inputs = _saved(ctx)
+    lse, wide, *inputs = _saved(ctx)
     if d_output is None and d_lse is None:
         return (None,) * len(inputs)
-    gradients = iter(_attend_backward(d_output, d_lse, output, lse, wide, *inputs))
+    gradients = iter(_attend_backward(d_output, d_lse, lse, wide, *inputs))
     query, key, value = next(gradients), next(gradients), next(gradients)
     bias, sinks = (
         gradient if given is not None else None
@@ -287,7 +283,7 @@ def _save_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 # Where the differentiable arguments of `_attend_backward` stand, and in which order it returns
 # the gradients of the last five.
 _COTANGENTS = (0, 1)
-_OPERANDS = (5, 6, 7, 9, 10)
+_OPERANDS = (4, 5, 6, 8, 9)
 
 
 def _backward_of_backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
@@ -301,8 +297,8 @@ def _backward_of_backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ..
                 known = again and inputs[place].requires_grad
                 leaves[place] = inputs[place] if known else inputs[place].detach().requires_grad_()
         arguments = [leaves.get(place, one) for place, one in enumerate(inputs)]
-        call = _validated(arguments[5:])
-        results = call.restore(*eager.run(call, inputs[5].dtype))
+        call = _validated(arguments[4:])
+        results = call.restore(*eager.run(call, inputs[4].dtype))
         given = [place for place in _COTANGENTS if place in leaves]
         operands = [place for place in _OPERANDS if place in leaves]
         first = torch.autograd.grad(
