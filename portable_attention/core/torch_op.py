@@ -93,7 +93,8 @@ def _number_or_tensor(given: Any, device: Any) -> tuple[int | None, Tensor | Non
     if isinstance(given, Tensor):
         return None, given
     if isinstance(given, np.ndarray):
-        near = np.clip(given, -_FAR, _FAR) if given.dtype.kind == "i" else np.minimum(given, _FAR)
+        wide = given.astype(np.uint64 if given.dtype.kind == "u" else np.int64)
+        near = np.minimum(wide, wide.dtype.type(_FAR))
         return None, torch.tensor(near.tolist(), dtype=torch.int64, device=device)
     return _near(given), None
 
