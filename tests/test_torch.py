@@ -208,3 +208,31 @@ def test_the_gradients_of_autograd_and_of_attention_vjp_are_the_same_bits():
     _, pullback = attention_vjp(*inputs, **given, **OPTIONS)
     for name, gradient in pullback(*cotangents)._asdict().items():
         assert torch.equal(gradient, arguments[name].grad)
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+@pytest.mark.parametrize("transform", ["grad", "vmap", "jvp"])
+def test_transforms_feel_what_is_attended(poison, transform):
+    """The value's own gradient does not depend on it; that of the queries is not finite."""
+    query, key, value = (tensors(requires_grad=False)[name] for name in ("query", "key", "value"))
+    value[0, 0, 2, 1] = poison
+
+    def total(query, value):
+        return attention(query, key, value).sum()
+
+    if transform == "jvp":
+        _, along = torch.func.jvp(
+            lambda value: attention(query, key, value), (value,), (torch.ones_like(value),)
+        )
+        torch.testing.assert_close(along, torch.ones_like(along))
+        return
+    by_query, by_value = torch.func.grad(total, argnums=(0, 1))(query, value)
+    if transform == "vmap":
+        mapped = torch.func.vmap(torch.func.grad(total, argnums=(0, 1)))
+        more_query, more_value = mapped(torch.stack([query] * 2), torch.stack([value] * 2))
+        torch.testing.assert_close(more_query[1], by_query, equal_nan=True)
+        torch.testing.assert_close(more_value[1], by_value)
+    torch.testing.assert_close(by_value.sum(-2), torch.full((2, 2, 2), 10.0, dtype=query.dtype))
+    assert by_query[0, :2].isfinite().logical_not().all()
+    assert by_query[0, 2:].isfinite().all()
+    assert by_query[1].isfinite().all()

@@ -169,6 +169,10 @@ class Backend:
         """Return the scores, with derivatives that do not feel what stands in masked pairs."""
         return self.ops.scores(query, key)
 
+    def as_finite(self, array: Array) -> Array:
+        """Replace NaN and infinities by 0, but leave the derivatives as they are."""
+        return self.xp.where(self.xp.isfinite(array), array, 0.0)
+
     def all_finite(self, array: Array, below: float = float("inf")) -> bool | None:
         """Whether all magnitudes are finite, and below a bound; None where that cannot be read."""
         found = self.read(self.xp.all(self.xp.abs(array) < below))

@@ -68,6 +68,9 @@ class JaxBackend(Backend):
         ordinary = jnp.all(jnp.isfinite(query)) & jnp.all(jnp.isfinite(key))
         return scores + lax.cond(ordinary, lambda: jnp.zeros_like(scores), rest)
 
+    def as_finite(self, array: Array) -> Array:
+        return _as_finite(array)
+
     def score_budget(self, device: Any) -> int:
         return 1 << 20 if jax.default_backend() == "cpu" else 1 << 25
 
@@ -80,5 +83,15 @@ class JaxOps(Ops):
 
 
 def finite_or_zero(array: Array) -> Array:
-    """Replace NaN and infinities by 0."""
+    """Replace NaN and infinities by 0, and their derivatives, too."""
     return jnp.where(jnp.isfinite(array), array, 0.0)
+
+
+@jax.custom_jvp
+def _as_finite(array: Array) -> Array:
+    return finite_or_zero(array)
+
+
+@_as_finite.defjvp
+def _(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    return _as_finite(*primals), tangents[0]

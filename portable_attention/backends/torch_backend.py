@@ -93,6 +93,10 @@ class TorchBackend(Backend):
             rest = torch.where(torch.isfinite(found), 0.0, found)
         return scores + rest
 
+    def as_finite(self, array: Array) -> Array:
+        found: Array = _AsFinite.apply(array)
+        return found
+
     def stop_gradient(self, array: Array) -> Array:
         return array.detach()
 
@@ -103,6 +107,30 @@ class TorchBackend(Backend):
 
 def _finite_or_zero(array: Array) -> Array:
     return torch.where(torch.isfinite(array), array, 0.0)
+
+
+class _AsFinite(torch.autograd.Function):
+    """Replaces NaN and infinities by 0; the derivative does not depend on them."""
+
+    @staticmethod
+    def forward(array: Array) -> Array:
+        return _finite_or_zero(array)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Array) -> None:
+        """Keep nothing: both derivatives are the identity."""
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Array) -> Array:
+        return gradient
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Array) -> Array:
+        return tangent.clone()
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None], array: Array) -> tuple[Array, int | None]:
+        return _AsFinite.apply(array), in_dims[0]
 
 
 def autocast(*arrays: Any) -> tuple[Any, ...]:

@@ -195,7 +195,7 @@ def attend_rows(
             attended = masking.both([met.allowed, met.kept])
             size = met.columns[1] - met.columns[0]
             infinite = _add_infinities(backend, infinite, value, attended, (*shape[:-1], size))
-            value = xp.where(xp.isfinite(value), value, 0.0) * part.value_factor
+            value = backend.as_finite(value) * part.value_factor
         scores = tile.tile_scores(
             backend,
             query,
@@ -222,7 +222,7 @@ def attend_rows(
     if not part.ordinary_values:
         output = output / part.value_factor
     if infinite is not None:
-        output = output + masking.infinite_part(backend, *infinite)
+        output = output + masking.infinite_part(backend, *infinite, lse)
     return output, lse, state
 
 

@@ -99,8 +99,14 @@ def infinities(backend: Backend, value: Array, dtype: Any) -> tuple[Array, Array
     return backend.astype(positive, dtype), backend.astype(negative, dtype)
 
 
-def infinite_part(backend: Backend, positive: Array, negative: Array) -> Array:
-    """Return +inf, -inf or NaN where those were attended, and 0 elsewhere."""
+def infinite_part(backend: Backend, positive: Array, negative: Array, lse: Array) -> Array:
+    """Return +inf, -inf or NaN where those were attended, and 0 elsewhere.
+
+    It is a multiple of exp(lse - lse), so that automatic differentiation finds what is true of it:
+    where it is not 0, the scores of the row have no finite derivative.
+    """
     xp = backend.xp
     zero = xp.zeros_like(positive)
-    return xp.where(positive > 0, float("inf"), zero) + xp.where(negative > 0, _NEG_INF, zero)
+    found = xp.where(positive > 0, float("inf"), zero) + xp.where(negative > 0, _NEG_INF, zero)
+    known = xp.where(xp.isfinite(lse), lse, 0.0)
+    return found * xp.expand_dims(xp.exp(known - backend.stop_gradient(known)), axis=-1)

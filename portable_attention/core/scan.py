@@ -17,7 +17,6 @@ import numpy as np
 from jax import lax
 
 from portable_attention.backends import Array
-from portable_attention.backends.jax_backend import finite_or_zero
 from portable_attention.backends.namespace import jax_backend
 from portable_attention.core import masking, plan, tile
 from portable_attention.core.dropout import kept as kept_pairs
@@ -109,6 +108,10 @@ class _Schedule:
         self.seed = arrays["seed"]
         value: Array = arrays["value"]
         self.values_finite = jnp.all(jnp.isfinite(value))
+        # What a weight is worth as a derivative does not depend on the value, not even on NaN.
+        # (Outside of the scan, because a scan differentiated twice drops derivative rules.)
+        self.operands["value"] = _operand(self.backend.as_finite(value), problem)
+        self.operands["infinite"] = _operand(lax.stop_gradient(value), problem)
         factor = lax.stop_gradient(masking.value_factor(self.backend, value, self.dtype))
         self.operands["factor"] = _operand(
             jnp.broadcast_to(factor, (*value.shape[:-2], 1, 1)), problem
@@ -151,7 +154,7 @@ class _Schedule:
             state, occupied = carried
             columns, allowed, kept = block.pairs(visited)
             key = block.keys("key", columns).astype(self.dtype)
-            value = finite_or_zero(block.keys("value", columns).astype(self.dtype)) * factor
+            value = block.keys("value", columns).astype(self.dtype) * factor
             bias = block.tile_of("bias", columns)
             scores = tile.tile_scores(
                 backend,
@@ -176,22 +179,21 @@ class _Schedule:
             sinks=block.part("sinks"),
             keep_rate=1.0 - problem.dropout_rate,
         )
-        output = output / factor + lax.stop_gradient(
-            lax.cond(
-                self.values_finite,
-                lambda: jnp.zeros(output.shape, self.dtype),
-                lambda: self.infinite_part(block, shape),
-            )
+        infinite = lax.cond(
+            self.values_finite,
+            lambda lse: jnp.zeros(output.shape, self.dtype),
+            lambda lse: self.infinite_part(block, shape, lse),
+            lse,
         )
-        return carry, (output, lse)
+        return carry, (output / factor + infinite, lse)
 
-    def infinite_part(self, block: _RowBlock, shape: tuple[int, ...]) -> Array:
+    def infinite_part(self, block: _RowBlock, shape: tuple[int, ...], lse: Array) -> Array:
         """Return what infinite and NaN values do to the rows that attend them."""
         counts = jnp.zeros((*shape[:-1], self.problem.value_width), self.dtype)
 
         def visit(carried: Any, visited: Array) -> Any:
             columns, allowed, kept = block.pairs(visited)
-            value = block.keys("value", columns)
+            value = block.keys("infinite", columns)
             attended = masking.both([allowed, kept])
             attended = jnp.ones((), bool) if attended is None else attended
             weights = jnp.broadcast_to(attended, (*shape[:-1], self.block_k)).astype(self.dtype)
@@ -203,7 +205,7 @@ class _Schedule:
             )
 
         positive, negative = block.over_keys(visit, (counts, counts))
-        return masking.infinite_part(self.backend, positive, negative)
+        return masking.infinite_part(self.backend, positive, negative, lse)
 
     def unite(self, blocks: Array) -> Array:
         """Turn (steps, chunk, G, block_q, columns) into (heads, G, Lq, columns)."""
