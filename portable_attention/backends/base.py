@@ -106,7 +106,7 @@ class Backend:
     def __init__(self, xp: ModuleType, name: str | None = None) -> None:
         self.xp = xp
         self.name = name or self.name
-        self.ops = self.make_ops()
+        self.ops: Any = self.make_ops()
 
     def make_ops(self) -> Ops:
         return Ops(self.xp)

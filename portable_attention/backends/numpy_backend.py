@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+import math
+import sys
 import threading
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
 
 from portable_attention.backends.base import Array, Backend, Ops
+
+_LOG2_E = 1.0 / math.log(2.0)
+
+
+def _has_fast_exp2() -> bool:
+    """Whether NumPy takes exp2 of float32 from Intel's SVML: on Linux, with AVX-512.
+
+    It then takes half the time of exp, and is exact to 1 unit in the last place instead of 2.5;
+    everywhere else it is the slower one.
+    """
+    found: Any = np.show_config(mode="dicts")
+    names = found.get("SIMD Extensions", {}).get("found", [])
+    return sys.platform == "linux" and bool({"X86_V4", "AVX512_SKX"} & set(names))
 
 
 @cache
@@ -64,11 +79,12 @@ class HostOps(Ops):
     def __init__(self) -> None:
         super().__init__(np)
         self._local = threading.local()
+        self._fast_exp2 = _has_fast_exp2()
 
     def buffer(self, slot: str, shape: tuple[int, ...], dtype: Any) -> Array:
         """Return memory for one intermediate result; it is given out again for the next tile."""
         buffers: dict[str, Array] = self._local.__dict__
-        size = int(np.prod(shape))
+        size = math.prod(shape)
         key = f"{slot}-{np.dtype(dtype).char}"
         memory = buffers.get(key)
         if memory is None or memory.size < size:
@@ -86,8 +102,8 @@ class HostOps(Ops):
         product = self._matmul("transposed", np.swapaxes(weights, -1, -2), rows)
         return product if product.shape[-3] == 1 else product.sum(axis=-3, keepdims=True)
 
-    def product(self, weights: Array, value: Array) -> Array:
-        return self._matmul("product", weights, value)
+    def product(self, weights: Array, value: Array, slot: str = "product") -> Array:
+        return self._matmul(slot, weights, value)
 
     def _matmul(self, slot: str, left: Array, right: Array) -> Array:
         lead = np.broadcast_shapes(left.shape[:-2], right.shape[:-2])
@@ -107,7 +123,23 @@ class HostOps(Ops):
         return np.divide(target, other, out=_reused(target, other))
 
     def exp(self, target: Array) -> Array:
-        return np.exp(target, out=target)
+        # The factor rounds the exponent, and so matters least where the result is largest: at 0.
+        unit = self.exponent_unit(target.dtype)
+        if unit != 1.0:
+            np.multiply(target, unit, out=target)
+        return self.exp_of_units(target)
+
+    def exponent_unit(self, dtype: Any) -> float:
+        """Return the factor that turns exponents into those that `exp_of_units` takes."""
+        return _LOG2_E if self._fast_exp2 and dtype == np.float32 else 1.0
+
+    def exp_of_units(self, target: Array) -> Array:
+        function = np.exp if self.exponent_unit(target.dtype) == 1.0 else np.exp2
+        return function(target, out=target)
+
+    def scaled(self, array: Array, factor: float, slot: str) -> Array:
+        """Return the array times a factor, in packed rows."""
+        return np.multiply(array, factor, out=self.buffer(slot, array.shape, array.dtype))
 
     def tanh(self, target: Array) -> Array:
         return np.tanh(target, out=target)
@@ -120,13 +152,20 @@ class HostOps(Ops):
 
     def row_sum(self, array: Array) -> Array:
         # A product with ones costs a quarter of a reduction along the rows.
-        ones = np.ones((array.shape[-1], 1), array.dtype)
-        return np.matmul(array, ones)
+        return np.matmul(array, ones(array.shape[-1], array.dtype))
+
+
+@lru_cache(maxsize=64)
+def ones(count: int, dtype: Any) -> Array:
+    """Return a column of ones, which is not to be written to."""
+    return np.ones((count, 1), dtype)
 
 
 def _reused(target: Array, other: Array | float) -> Array | None:
     """Return `target`, or None where the result is larger: the batch may be that of `other`."""
     shape: tuple[int, ...] = np.shape(other)
+    if not shape or shape == target.shape:
+        return target
     fits = len(shape) <= target.ndim and all(
         size in (1, full)
         for size, full in zip(reversed(shape), reversed(target.shape), strict=False)

@@ -126,32 +126,32 @@ class Part:
     def tiles(self, rows: tuple[int, int], block_k: int) -> Iterator[Tile]:
         """Return the tiles of keys that a block of rows may attend."""
         backend, problem = self.call.backend, self.call.problem
-        row_numbers = backend.xp.reshape(backend.arange(*rows, self.call.device), (-1, 1))
-        keys_of_rows = None
+        dtype = backend.dtype(problem.compute_dtype)
+        keys_of_rows = row_numbers = None
+        limited = bool(self.limits.items())
+        if limited or self.call.seed is not None:
+            row_numbers = backend.xp.reshape(backend.arange(*rows, self.call.device), (-1, 1))
         if self.call.seed is not None:
             keys_of_rows = row_keys(self.call.seed, *self.dropout_indices, row_numbers)
         found = plan.reach(self.limits, rows, problem.key_length)
         for columns in plan.tiles(found, block_k, problem.key_length):
-            column_numbers = backend.arange(*columns, self.call.device)
+            conditions = []
+            mixed = limited and not found.covers(*columns)
+            if mixed or keys_of_rows is not None:
+                column_numbers = backend.arange(*columns, self.call.device)
+            if mixed:
+                conditions += masking.within_limits(self.device_limits, row_numbers, column_numbers)
             bias = masking.block(self.bias, rows, columns)
-            limits = Limits() if found.covers(*columns) else self.device_limits
-            allowed = masking.both(
-                [
-                    *masking.within_limits(limits, row_numbers, column_numbers),
-                    masking.block(self.mask, rows, columns),
-                    masking.not_masked(bias),
-                ]
-            )
+            conditions += [masking.block(self.mask, rows, columns), masking.not_masked(bias)]
             kept = None
             if keys_of_rows is not None:
                 kept = kept_pairs(keys_of_rows, column_numbers, problem.dropout_rate)
-            dtype = backend.dtype(problem.compute_dtype)
             yield Tile(
                 columns,
                 self.tile_of("key", columns),
                 self.tile_of("value", columns),
                 masking.bias_block(backend, bias, dtype),
-                allowed,
+                masking.both(conditions),
                 kept,
             )
 
@@ -173,19 +173,16 @@ def run(call: Call, dtype: Any) -> tuple[Array, Array]:
     return assemble(backend, outputs, cuts), assemble(backend, lses, cuts)
 
 
-def attend_rows(
-    part: Part, rows: tuple[int, int], block_k: int, *, bounded: bool = False
-) -> tuple[Array, Array, tile.SoftmaxState]:
-    """Return the output and lse of a block of rows, and the state that they come from.
+def attend_rows(part: Part, rows: tuple[int, int], block_k: int) -> tuple[Array, Array]:
+    """Return the output and lse of a block of rows in the dtype of the scores.
 
-    They are exact whatever the inputs hold, but for rows that took harm from `bounded`, which says
-    that all finite scores are small. All are in the dtype of the scores.
+    They are exact whatever the inputs hold.
     """
     call, backend = part.call, part.call.backend
     problem, xp = call.problem, backend.xp
     query, late_scale = scale_query(backend, part.query_rows(rows), problem)
     shape = (*part.lead, rows[1] - rows[0], 1)
-    state = tile.start(backend, shape, problem.value_width, query, bounded=bounded)
+    state = tile.start(backend, shape, problem.value_width, query)
     occupied: Any = False
     infinite: tuple[Array, Array] | None = None
 
@@ -194,7 +191,7 @@ def attend_rows(
         if not part.ordinary_values:
             attended = masking.both([met.allowed, met.kept])
             size = met.columns[1] - met.columns[0]
-            infinite = _add_infinities(backend, infinite, value, attended, (*shape[:-1], size))
+            infinite = add_infinities(backend, infinite, value, attended, (*shape[:-1], size))
             value = backend.as_finite(value) * part.value_factor
         scores = tile.tile_scores(
             backend,
@@ -205,13 +202,11 @@ def attend_rows(
             bias=met.bias,
             allowed=met.allowed,
         )
-        state = tile.update(backend, state, scores, value, met.kept, bounded=bounded)
-        occupied = _any_allowed(xp, occupied, met.allowed)
+        state = tile.update(backend, state, scores, value, met.kept)
+        occupied = any_allowed(xp, occupied, met.allowed)
 
     if occupied is False:
         occupied = xp.zeros(shape, dtype=xp.bool, device=call.device)
-    if bounded:
-        state = tile.unbounded(backend, state)
     output, lse = tile.finish(
         backend,
         state,
@@ -223,28 +218,33 @@ def attend_rows(
         output = output / part.value_factor
     if infinite is not None:
         output = output + masking.infinite_part(backend, *infinite, lse)
-    return output, lse, state
+    return output, lse
 
 
 def scale_query(backend: Backend, query: Array, problem: Problem) -> tuple[Array, float]:
-    """Return the query times the scale, and the scale that is left for the scores.
+    """Return the query times the scale, and the scale that is left for the scores."""
+    early, late = split_scale(problem.scale)
+    return (query if early == 1.0 else query * early), late
+
+
+def split_scale(scale: float, largest: float = 1.0) -> tuple[float, float]:
+    """Return the parts of the scale to apply to the query and to the scores.
 
     Scaling the query costs a pass over it instead of one over the scores. A scale that could push
     a query out of range is left to the scores.
     """
-    if 1e-4 <= abs(problem.scale) <= 1.0 or problem.scale == 0.0:
-        return (query if problem.scale == 1.0 else query * problem.scale), 1.0
-    return query, problem.scale
+    return (scale, 1.0) if 1e-4 <= abs(scale) <= largest or scale == 0.0 else (1.0, scale)
 
 
-def _any_allowed(xp: Any, occupied: Any, allowed: Array | None) -> Any:
+def any_allowed(xp: Any, occupied: Any, allowed: Array | None) -> Any:
+    """Return which rows may attend any key so far; True and False stand for all and none."""
     if occupied is True or allowed is None:
         return True
     some = xp.any(allowed, axis=-1, keepdims=True)
     return some if occupied is False else occupied | some
 
 
-def _add_infinities(
+def add_infinities(
     backend: Backend,
     seen: tuple[Array, Array] | None,
     value: Array,

@@ -9,7 +9,6 @@ multiplies. Every decision is made head by head, so that no head's bits depend o
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -18,6 +17,8 @@ import numpy as np
 
 from portable_attention.backends import Array
 from portable_attention.core import eager, plan, tile
+from portable_attention.core.bounded import attend_bounded, either, faults
+from portable_attention.core.heads import Heads, largest_norm
 from portable_attention.core.problem import Call
 from portable_attention.core.threads import Task, run_tasks
 
@@ -25,13 +26,6 @@ from portable_attention.core.threads import Task, run_tasks
 _SMALL_SCORE = 32.0
 # Far enough from overflow that adding a bias cannot reach it.
 _FINITE_SCORE = 1e30
-# Weights far below 1, or small sums of values under weights below 1, may have lost digits to
-# underflow, which a maximum would have kept them from.
-_SMALL_DENOMINATOR = 1e-7
-_SMALL_SUM = 1e-30
-_NEAR_ONE = (0.37, 2.72)  # the log of which lies within (-1, 1)
-# Squares below this may have lost digits, too: a norm counts as its root at the least.
-_SMALL_SQUARE = 1e-30
 # Finding the largest norms costs a pass over the keys, which pays when several rows share it.
 _ROWS_FOR_BOUND = 32
 # Small heads are batched until a tile holds as many scores as one large tile.
@@ -61,97 +55,17 @@ def run(call: Call, dtype: Any) -> tuple[Array, Array]:
     return output, lse
 
 
-class Heads(eager.Part):
-    """The heads of one chunk, with what their blocks of rows share: widened keys, and bounds."""
-
-    def __init__(self, call: Call, index: plan.Index, block_k: int) -> None:
-        super().__init__(call, index)
-        self.block_k = block_k
-        self.dtype = np.dtype(call.problem.compute_dtype)
-        self._lock = threading.RLock()  # the norms need the widened keys
-        self._shared: dict[str, Any] = {}
-
-    def singles(self) -> Iterator[Heads]:
-        """Return each head of this chunk by itself."""
-        starts = [range(cut.start, cut.stop) for cut in self.index]
-        for numbers in np.ndindex(*(len(part) for part in starts)):
-            index = tuple(
-                slice(part[number], part[number] + 1)
-                for part, number in zip(starts, numbers, strict=True)
-            )
-            yield Heads(self.call, index, self.block_k)
-
-    def _once(self, name: str, make: Any) -> Any:
-        with self._lock:
-            if name not in self._shared:
-                self._shared[name] = make()
-            return self._shared[name]
-
-    def query_rows(self, rows: tuple[int, int]) -> Array:
-        return np.array(self.query[..., slice(*rows), :], self.dtype, order="C")
-
-    def tile_of(self, name: str, columns: tuple[int, int]) -> Array:
-        """Return a tile of the keys or values in packed rows.
-
-        BLAS wants them so, and gives other bits for other strides.
-        """
-        array = self.key if name == "key" else self.value
-        rows = (array.shape[-1] * array.itemsize, array.itemsize)
-        if array.dtype == self.dtype and array.strides[-2:] == rows:
-            return array[..., slice(*columns), :]
-        if self.call.problem.span is None:
-            # Every block of rows reads all keys: widen them once.
-            whole = self._once(name, lambda: np.ascontiguousarray(array, self.dtype))
-            return whole[..., slice(*columns), :]
-        return np.ascontiguousarray(array[..., slice(*columns), :], self.dtype)
-
-    @property
-    def largest_keys(self) -> tuple[Array, Array]:
-        """The largest norm of a head's keys, squared, and whether all are finite: (..., 1, 1)."""
-        found: tuple[Array, Array] = self._once("norms", self._find_largest_keys)
-        return found
-
-    def _find_largest_keys(self) -> tuple[Array, Array]:
-        length = self.call.problem.key_length
-        found = [
-            _largest_norm(self.tile_of("key", (first, min(first + self.block_k, length))))
-            for first in range(0, length, self.block_k)
-        ]
-        shape = (*self.key.shape[:-2], 1, 1)
-        largest, finite = np.zeros(shape, self.dtype), np.ones(shape, bool)
-        for norm, whole in found:
-            np.maximum(largest, norm, out=largest)
-            finite &= whole
-        return largest, finite
-
-
-def _largest_norm(rows: Array) -> tuple[Array, Array]:
-    """Return the largest norm of rows, squared, and whether all of them are finite: (..., 1, 1).
-
-    A row with NaN or infinities does not count. Where it is attended, the result is not finite
-    whatever is done here; where it is masked, it must not decide anything.
-    """
-    squares = np.einsum("...d,...d->...", rows, rows)
-    finite = np.isfinite(squares)
-    if not finite.all():
-        finite = np.isfinite(rows).all(axis=-1)
-        squares = np.where(finite, squares, 0.0)
-    axes = (..., np.newaxis, np.newaxis)
-    return squares.max(axis=-1, initial=_SMALL_SQUARE)[axes], finite.all(axis=-1)[axes]
-
-
 def _attend(heads: Heads, rows: tuple[int, int], output: Array, lse: Array) -> None:
     """Write the results of a block of rows, for all heads of a chunk."""
-    problem, backend = heads.call.problem, heads.call.backend
-    query, late_scale = eager.scale_query(backend, heads.query_rows(rows), problem)
-
+    problem = heads.call.problem
+    query = heads.query_rows(rows)
     bounded = False
     # Scores that are known to be finite are -inf only where they are masked.
-    finite: Any = False
+    finite: Any = np.False_
     if problem.query_length >= _ROWS_FOR_BOUND:
-        norm, finite_rows = _largest_norm(query)
+        norm, finite_rows = largest_norm(query)
         key_norm, finite_keys = heads.largest_keys
-        bound = np.sqrt(norm) * np.sqrt(key_norm) * abs(late_scale)
+        bound = np.sqrt(norm) * np.sqrt(key_norm) * abs(problem.scale)
         small = bound <= _SMALL_SCORE
         finite = (bound < _FINITE_SCORE) & finite_rows & finite_keys
         if problem.softcap is not None and problem.softcap <= _SMALL_SCORE:
@@ -162,69 +76,54 @@ def _attend(heads: Heads, rows: tuple[int, int], output: Array, lse: Array) -> N
                 for single in heads.singles():
                     _attend(single, rows, output, lse)
                 return
-    place = (*heads.index, slice(*rows))
-    state = _attend_fast(heads, rows, query, late_scale, bounded)
     if bounded:
-        state = tile.unbounded(backend, state)
-    empty = state.maximum == float("-inf")
-    output[place], lse[place] = tile.finish(
-        backend,
-        state,
-        occupied=~empty if empty.any() else None,
-        sinks=heads.sinks,
-        keep_rate=1.0 - problem.dropout_rate,
-    )
-    wrong = ~np.isfinite(state.denominator) | ~_all_finite(state.accumulator)
-    wrong |= empty & np.logical_not(finite)
-    harmed = _harmed(state) if bounded else np.zeros_like(wrong)
-    if not (wrong.any() or harmed.any()):
+        wrong, harmed = attend_bounded(heads, rows, query, finite, output, lse)
+    else:
+        wrong, harmed = _attend_any(heads, rows, query, finite, output, lse), None
+    if wrong is None and harmed is None:
         return
-    for single, not_finite, rows_harmed in zip(
-        heads.singles(), _by_head(wrong), _by_head(harmed), strict=True
+    for single, met_garbage, lost in zip(
+        heads.singles(), _by_head(heads, rows, wrong), _by_head(heads, rows, harmed), strict=True
     ):
-        if not_finite.any():
-            place = (*single.index, slice(*rows))
-            output[place], lse[place], state = eager.attend_rows(
-                single, rows, heads.block_k, bounded=bounded
-            )
-            rows_harmed = _harmed(state).ravel() if bounded else rows_harmed  # noqa: PLW2901
-        if rows_harmed.any():
-            (numbers,) = np.nonzero(rows_harmed)
+        if met_garbage.any():
+            if not bounded:
+                _attend_exactly(single, rows, output, lse)
+                continue
+            query = single.query_rows(rows)
+            _, found = attend_bounded(single, rows, query, finite, output, lse, careful=True)
+            (lost,) = _by_head(single, rows, found)  # noqa: PLW2901
+        if lost.any():
+            (numbers,) = np.nonzero(lost)
             again = (rows[0] + int(numbers[0]), rows[0] + int(numbers[-1]) + 1)
-            place = (*single.index, slice(*again))
-            output[place], lse[place], _ = eager.attend_rows(single, again, heads.block_k)
+            _attend_exactly(single, again, output, lse)
 
 
-def _by_head(rows: Array) -> Array:
-    """Return an array over rows (..., q, 1) as (heads, q)."""
-    return rows.reshape(-1, rows.shape[-2])
+def _attend_exactly(heads: Heads, rows: tuple[int, int], output: Array, lse: Array) -> None:
+    """Write the results of a block of rows, whatever the inputs hold."""
+    place = (*heads.index, slice(*rows))
+    output[place], lse[place] = eager.attend_rows(heads, rows, heads.block_k)
 
 
-def _all_finite(sums: Array) -> Array:
-    return np.isfinite(sums).all(axis=-1, keepdims=True)
-
-
-def _harmed(state: tile.SoftmaxState) -> Array:
-    """Return the rows (..., q, 1) to which having no maximum did harm.
-
-    Their sums overflowed, lost digits to underflow, or have a log near 0, which a sum relative to
-    the maximum would give more exactly.
-    """
-    total, sums = state.denominator, state.accumulator
-    small_sums = (np.abs(sums) < _SMALL_SUM).any(axis=-1, keepdims=True)
-    harmed = np.isfinite(total) & ~_all_finite(sums)
-    harmed |= (total < _SMALL_DENOMINATOR) | ((total < 1.0) & small_sums)
-    harmed |= (total > _NEAR_ONE[0]) & (total < _NEAR_ONE[1])
-    return harmed & (total != 0.0)
-
-
-def _attend_fast(
-    heads: Heads, rows: tuple[int, int], query: Array, late_scale: float, bounded: bool
-) -> tile.SoftmaxState:
-    """Return the state of a block of rows, taking the inputs to be finite."""
-    problem, backend = heads.call.problem, heads.call.backend
+def _by_head(heads: Heads, rows: tuple[int, int], marked: Array | None) -> Array:
+    """Return which rows of each head are marked, (heads, rows), from (..., rows, 1) or None."""
     shape = (*heads.lead, rows[1] - rows[0], 1)
-    state = tile.start(backend, shape, problem.value_width, query, bounded=bounded)
+    marked = np.broadcast_to(np.False_ if marked is None else marked, shape)
+    return marked.reshape(-1, shape[-2])
+
+
+def _attend_any(
+    heads: Heads, rows: tuple[int, int], query: Array, finite: Any, output: Array, lse: Array
+) -> Array | None:
+    """Write the results of a block of rows, relative to a running maximum.
+
+    Return the rows that met NaN or infinities, None if none did: the inputs are taken to be finite,
+    and those whose scores are known to be so are marked by `finite`, (..., 1, 1).
+    """
+    problem, backend = heads.call.problem, heads.call.backend
+    early, late_scale = eager.split_scale(problem.scale)
+    query = query if early == 1.0 else query * early
+    shape = (*heads.lead, rows[1] - rows[0], 1)
+    state = tile.start(backend, shape, problem.value_width, query)
     for met in heads.tiles(rows, heads.block_k):
         scores = tile.tile_scores(
             backend,
@@ -233,15 +132,18 @@ def _attend_fast(
             scale=late_scale,
             softcap=problem.softcap,
             bias=met.bias,
-            allowed=None if bounded else met.allowed,
+            allowed=met.allowed,
         )
-        state = tile.update(
-            backend,
-            state,
-            scores,
-            met.value,
-            met.kept,
-            allowed=met.allowed if bounded else None,
-            bounded=bounded,
-        )
-    return state
+        state = tile.update(backend, state, scores, met.value, met.kept)
+    empty = state.maximum == float("-inf")
+    place = (*heads.index, slice(*rows))
+    output[place], lse[place] = tile.finish(
+        backend,
+        state,
+        occupied=~empty if empty.any() else None,
+        sinks=heads.sinks,
+        keep_rate=1.0 - problem.dropout_rate,
+    )
+    unsure = empty & np.logical_not(finite)
+    wrong, _ = faults(state.accumulator, state.denominator)
+    return either(wrong, unsure)

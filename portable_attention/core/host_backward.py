@@ -20,7 +20,8 @@ import numpy as np
 from portable_attention.backends import Array
 from portable_attention.core import plan
 from portable_attention.core.backward import Cotangents, row_gradients, sum_to
-from portable_attention.core.host import BUDGET, Heads
+from portable_attention.core.heads import Heads
+from portable_attention.core.host import BUDGET
 from portable_attention.core.problem import Call
 from portable_attention.core.threads import Task, run_tasks
 

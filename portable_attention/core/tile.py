@@ -29,19 +29,13 @@ def start(
     shape: tuple[int, ...],
     value_width: int,
     like: Array,
-    *,
-    bounded: bool = False,
 ) -> SoftmaxState:
-    """Return the state of rows (..., q, 1) that have seen nothing.
-
-    Where scores are `bounded`, so small that exp cannot overflow, all is relative to 0 instead of
-    the maximum.
-    """
+    """Return the state of rows (..., q, 1) that have seen nothing."""
     xp = backend.xp
     options: dict[str, Any] = {"dtype": like.dtype, "device": backend.device(like)}
     return SoftmaxState(
         xp.zeros((*shape[:-1], value_width), **options),
-        xp.full(shape, 0.0 if bounded else _NEG_INF, **options),
+        xp.full(shape, _NEG_INF, **options),
         xp.zeros(shape, **options),
     )
 
@@ -100,41 +94,19 @@ def update(
     scores: Array,
     value: Array,
     kept: Array | None = None,
-    *,
-    allowed: Array | None = None,
-    bounded: bool = False,
 ) -> SoftmaxState:
-    """Add a tile of scores and its finite values to a state; `kept` are the pairs dropout keeps.
-
-    Where the scores are `bounded`, nothing is subtracted from them and nothing rescaled; and since
-    every weight is finite, multiplying by `allowed` is as exact as selecting in the scores before.
-    """
+    """Add a tile of scores and its finite values to a state; `kept` are the pairs dropout keeps."""
     ops, xp = backend.ops, backend.xp
     accumulator, maximum, denominator = state
-    if not bounded:
-        maximum = xp.maximum(maximum, backend.stop_gradient(ops.row_max(scores)))
-        shift = finite_shift(xp, maximum)
-        decay = xp.exp(state.maximum - shift)
-        scores = ops.subtract(scores, shift)
-        denominator = ops.multiply(denominator, decay)
-        accumulator = ops.multiply(accumulator, decay)
-    weights = ops.exp(scores)
-    if allowed is not None:
-        weights = ops.multiply(weights, allowed)
-    denominator = ops.add(denominator, ops.row_sum(weights))
+    maximum = xp.maximum(maximum, backend.stop_gradient(ops.row_max(scores)))
+    shift = finite_shift(xp, maximum)
+    decay = xp.exp(state.maximum - shift)
+    weights = ops.exp(ops.subtract(scores, shift))
+    denominator = ops.add(ops.multiply(denominator, decay), ops.row_sum(weights))
+    accumulator = ops.multiply(accumulator, decay)
     if kept is not None:
         weights = ops.select(weights, kept, 0.0)
     return SoftmaxState(ops.add(accumulator, ops.product(weights, value)), maximum, denominator)
-
-
-def unbounded(backend: Backend, state: SoftmaxState) -> SoftmaxState:
-    """Return the state of bounded scores as one that has a maximum: -inf where it saw nothing."""
-    xp = backend.xp
-    maximum = xp.where(state.denominator == 0.0, _NEG_INF, state.maximum)
-    # Only a score of +inf makes an infinite sum of bounded scores; its row is NaN.
-    overflown = xp.isinf(state.denominator)
-    denominator = xp.where(overflown, float("nan"), state.denominator)
-    return SoftmaxState(state.accumulator, maximum, denominator)
 
 
 def finish(

@@ -1,0 +1,196 @@
+"""Rows whose scores are known to be small, in host memory: no maximum is needed, nor looked for.
+
+Nothing is subtracted from the scores and nothing rescaled. Their exponentials are taken in whatever
+base the library is fastest in, with the factor between the bases in the scale of the query.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from portable_attention.backends import Array
+from portable_attention.backends.numpy_backend import ones
+from portable_attention.core import eager, masking, tile
+from portable_attention.core.heads import Heads
+
+# Weights far below 1, or small sums of values under weights below 1, may have lost digits to
+# underflow, which a maximum would have kept them from.
+_SMALL_DENOMINATOR = 1e-7
+_SMALL_SUM = 1e-30
+_NEAR_ONE = (0.37, 2.72)  # the log of which lies within (-1, 1)
+
+
+def attend_bounded(
+    heads: Heads,
+    rows: tuple[int, int],
+    query: Array,
+    finite: Array,
+    output: Array,
+    lse: Array,
+    *,
+    careful: bool = False,
+) -> tuple[Array | None, Array | None]:
+    """Write the results of scores that are known to be small, whose exp needs no maximum.
+
+    Return the rows that met NaN or infinities and those that lost digits, None where there are
+    none. Nothing is subtracted from the scores and nothing rescaled; and since every weight is
+    finite, multiplying by what is allowed gives the same as selecting. With `careful` it selects,
+    and the first kind of rows is right, too, with the same bits in all others. Heads whose scores
+    are all known to be finite are marked by `finite`, (..., 1, 1).
+    """
+    ops = heads.ops
+    scores_of = _Scores(heads, query)
+    garbage = _Garbage(heads) if careful and not heads.ordinary_values else None
+    total = sums = None
+    occupied: Any = False
+    for met in heads.tiles(rows, heads.block_k):
+        weights = ops.exp_of_units(scores_of(met.key))
+        if careful:
+            occupied = eager.any_allowed(np, occupied, met.allowed)
+        if met.allowed is not None:
+            weights = (
+                ops.select(weights, met.allowed, 0.0)
+                if careful
+                else ops.multiply(weights, met.allowed)
+            )
+        added = ops.row_sum(weights)
+        total = added if total is None else total + added
+        if met.kept is not None:
+            weights = ops.select(weights, met.kept, 0.0)
+        value = met.value if garbage is None else garbage.remove(met, weights.shape)
+        if sums is None:
+            sums = ops.product(weights, value, "sums")
+        else:
+            sums = ops.add(sums, ops.product(weights, value))
+    if total is None or sums is None:
+        place = (*heads.index, slice(*rows))
+        output[place] = 0.0
+        lse[place] = float("-inf") if heads.sinks is None else heads.sinks[..., 0]
+        return None, None
+    if careful:
+        # Only a score of +inf makes an infinite sum here; its row is NaN.
+        total = np.where(np.isinf(total), np.nan, total)
+    wrong, harmed = faults(sums, total)
+    # A row that has seen nothing is empty, or has seen scores of -inf alone.
+    if careful:
+        harmed = either(harmed, (total == 0.0) & occupied)
+    elif not finite.all():
+        wrong = either(wrong, (total == 0.0) & ~finite)
+    _finish(heads, rows, sums, total, garbage, output, lse)
+    return wrong, harmed
+
+
+class _Scores:
+    """The scores of a block of queries, in the units that `HostOps.exp_of_units` takes."""
+
+    def __init__(self, heads: Heads, query: Array) -> None:
+        self.ops, self.softcap = heads.ops, heads.call.problem.softcap
+        self.unit = self.ops.exponent_unit(heads.dtype)
+        scale = heads.call.problem.scale
+        if self.softcap is None:
+            scale *= self.unit
+        early, self.late_scale = eager.split_scale(scale, largest=1.5)
+        self.query = query if early == 1.0 else self.ops.scaled(query, early, "query")
+
+    def __call__(self, key: Array) -> Array:
+        ops, cap = self.ops, self.softcap
+        scores = ops.scores(self.query, key)
+        if self.late_scale != 1.0:
+            scores = ops.multiply(scores, self.late_scale)
+        if cap is not None:
+            scores = ops.multiply(ops.tanh(ops.divide(scores, cap)), cap * self.unit)
+        return scores
+
+
+class _Garbage:
+    """The values of some heads that are not finite, or too large to be summed as they are."""
+
+    def __init__(self, heads: Heads) -> None:
+        self.heads = heads
+        self.infinite: tuple[Array, Array] | None = None
+
+    def remove(self, met: eager.Tile, shape: tuple[int, ...]) -> Array:
+        """Return the values of a tile without it; remember which rows attend what was removed."""
+        backend = self.heads.call.backend
+        attended = masking.both([met.allowed, met.kept])
+        self.infinite = eager.add_infinities(backend, self.infinite, met.value, attended, shape)
+        return backend.as_finite(met.value) * self.heads.value_factor
+
+    def restore(self, output: Array, lse: Array) -> Array:
+        """Return an output with what was removed."""
+        output = output / self.heads.value_factor
+        if self.infinite is None:
+            return output
+        return output + masking.infinite_part(self.heads.call.backend, *self.infinite, lse)
+
+
+def faults(sums: Array, total: Array) -> tuple[Array | None, Array | None]:
+    """Return the rows (..., q, 1) that are not finite, and those that lost digits; None: none."""
+    # A sum is finite only if all its terms are.
+    finite = bool(np.isfinite(total + np.matmul(sums, ones(sums.shape[-1], sums.dtype))).all())
+    if finite and total.min() >= _NEAR_ONE[1]:
+        return None, None
+    wrong, harmed = ~(np.isfinite(total) & _all_finite(sums)), _harmed(sums, total)
+    return wrong if wrong.any() else None, harmed if harmed.any() else None
+
+
+def _finish(
+    heads: Heads,
+    rows: tuple[int, int],
+    sums: Array,
+    total: Array,
+    garbage: _Garbage | None,
+    output: Array,
+    lse: Array,
+) -> None:
+    """Write the output and lse of bounded scores."""
+    place = (*heads.index, slice(*rows))
+    empty = total == 0.0
+    some_empty = bool(empty.any())
+    if garbage is None and heads.sinks is None and heads.call.problem.dropout_rate == 0.0:
+        lse[place] = np.log(total[..., 0])
+        divisor = np.where(empty, 1.0, total) if some_empty else total
+        target = output[place]
+        if target.dtype == sums.dtype:
+            np.divide(sums, divisor, out=target)
+        else:
+            target[...] = np.divide(sums, divisor, out=sums)
+        return
+    found, found_lse = tile.finish(
+        heads.call.backend,
+        tile.SoftmaxState(sums, np.where(empty, float("-inf"), np.zeros_like(total)), total),
+        occupied=~empty if some_empty else None,
+        sinks=heads.sinks,
+        keep_rate=1.0 - heads.call.problem.dropout_rate,
+    )
+    output[place] = found if garbage is None else garbage.restore(found, found_lse)
+    lse[place] = found_lse
+
+
+def _all_finite(sums: Array) -> Array:
+    return np.isfinite(sums).all(axis=-1, keepdims=True)
+
+
+def _harmed(accumulator: Array, total: Array) -> Array:
+    """Return the rows (..., q, 1) to which having no maximum did harm.
+
+    Their sums overflowed, lost digits to underflow, or have a log near 0, which a sum relative to
+    the maximum would give more exactly.
+    """
+    below_one = total < 1.0
+    harmed = np.isfinite(total) & ~_all_finite(accumulator)
+    harmed |= total < _SMALL_DENOMINATOR
+    if below_one.any():
+        small_sums = (np.abs(accumulator) < _SMALL_SUM).any(axis=-1, keepdims=True)
+        harmed |= below_one & small_sums
+    harmed |= (total > _NEAR_ONE[0]) & (total < _NEAR_ONE[1])
+    return harmed & (total != 0.0)
+
+
+def either(rows: Array | None, others: Array) -> Array | None:
+    """Return the union of rows; None stands for none."""
+    if not others.any():
+        return rows
+    return others if rows is None else rows | others

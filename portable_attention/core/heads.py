@@ -1,0 +1,105 @@
+"""The heads of one chunk in host memory, with what their blocks of rows share."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from portable_attention.backends import Array
+from portable_attention.backends.numpy_backend import HostOps
+from portable_attention.core import eager, plan
+from portable_attention.core.problem import Call
+
+# Squares below this may have lost digits: a norm counts as its root at the least.
+_SMALL_SQUARE = 1e-30
+
+
+class Heads(eager.Part):
+    """The heads of one chunk, with what their blocks of rows share: widened keys, and bounds."""
+
+    def __init__(self, call: Call, index: plan.Index, block_k: int) -> None:
+        super().__init__(call, index)
+        self.block_k = block_k
+        self.dtype = np.dtype(call.problem.compute_dtype)
+        self.ops: HostOps = call.backend.ops
+        self._lock = threading.RLock()  # the norms need the widened keys
+        self._shared: dict[str, Any] = {}
+
+    def singles(self) -> Iterator[Heads]:
+        """Return each head of this chunk by itself."""
+        starts = [range(cut.start, cut.stop) for cut in self.index]
+        for numbers in np.ndindex(*(len(part) for part in starts)):
+            index = tuple(
+                slice(part[number], part[number] + 1)
+                for part, number in zip(starts, numbers, strict=True)
+            )
+            yield Heads(self.call, index, self.block_k)
+
+    def _once(self, name: str, make: Any) -> Any:
+        with self._lock:
+            if name not in self._shared:
+                self._shared[name] = make()
+            return self._shared[name]
+
+    def query_rows(self, rows: tuple[int, int]) -> Array:
+        return self._packed(self.query[..., slice(*rows), :])
+
+    def tile_of(self, name: str, columns: tuple[int, int]) -> Array:
+        """Return a tile of the keys or values in packed rows."""
+        array = self.key if name == "key" else self.value
+        if not self._is_packed(array) and self.call.problem.span is None:
+            # Every block of rows reads all keys: widen them once.
+            array = self._once(name, lambda: self._packed(array))
+        return self._packed(array[..., slice(*columns), :])
+
+    def _is_packed(self, array: Array) -> bool:
+        rows = (array.shape[-1] * array.itemsize, array.itemsize)
+        return bool(array.dtype == self.dtype and array.strides[-2:] == rows)
+
+    def _packed(self, array: Array) -> Array:
+        """Return an array in the dtype of the scores and in packed rows.
+
+        BLAS wants them so, and gives other bits for other strides.
+        """
+        if self._is_packed(array):
+            return array
+        return np.ascontiguousarray(array, self.dtype)
+
+    @property
+    def largest_keys(self) -> tuple[Array, Array]:
+        """The largest norm of a head's keys, squared, and whether all are finite: (..., 1, 1)."""
+        found: tuple[Array, Array] = self._once("norms", self._find_largest_keys)
+        return found
+
+    def _find_largest_keys(self) -> tuple[Array, Array]:
+        length = self.call.problem.key_length
+        found = [
+            largest_norm(self.tile_of("key", (first, min(first + self.block_k, length))))
+            for first in range(0, length, self.block_k)
+        ]
+        shape = (*self.key.shape[:-2], 1, 1)
+        largest, finite = np.zeros(shape, self.dtype), np.ones(shape, bool)
+        for norm, whole in found:
+            np.maximum(largest, norm, out=largest)
+            finite &= whole
+        return largest, finite
+
+
+def largest_norm(rows: Array) -> tuple[Array, Array]:
+    """Return the largest norm of rows, squared, and whether all of them are finite: (..., 1, 1).
+
+    A row with NaN or infinities does not count. Where it is attended, the result is not finite
+    whatever is done here; where it is masked, it must not decide anything.
+    """
+    squares = np.vecdot(rows, rows)
+    largest = squares.max(axis=-1, initial=_SMALL_SQUARE)
+    finite = np.isfinite(largest)
+    if not finite.all():
+        whole = np.isfinite(rows).all(axis=-1)
+        largest = np.where(whole, squares, 0.0).max(axis=-1, initial=_SMALL_SQUARE)
+        finite = whole.all(axis=-1)
+    axes = (..., np.newaxis, np.newaxis)
+    return largest[axes], finite[axes]
