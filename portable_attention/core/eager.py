@@ -134,7 +134,8 @@ class Part:
         if self.call.seed is not None:
             keys_of_rows = row_keys(self.call.seed, *self.dropout_indices, row_numbers)
         found = plan.reach(self.limits, rows, problem.key_length)
-        for columns in plan.tiles(found, block_k, problem.key_length):
+        free = problem.span is not None and problem.block_size is None
+        for columns in plan.tiles(found, block_k, problem.key_length, free=free):
             conditions = []
             mixed = limited and not found.covers(*columns)
             if mixed or keys_of_rows is not None:

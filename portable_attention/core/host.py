@@ -38,13 +38,13 @@ def run(call: Call, dtype: Any) -> tuple[Array, Array]:
     output = np.empty(problem.output_shape, dtype)
     lse = np.empty(problem.output_shape[:-1], problem.compute_dtype)
     sizes = (*problem.batch, *problem.heads)
-    block_q, block_k = plan.block_sizes(problem)
+    block_q, block_k = plan.host_block_sizes(problem)
     capacity = plan.capacity(BUDGET, block_q * block_k)
     starts = range(0, problem.query_length, block_q)
 
     def tasks() -> Iterator[Task]:
         for index in plan.chunks(sizes, capacity):
-            heads = Heads(call, index, block_k)
+            heads = Heads(call, index, block_k, forward=True)
             # The last rows reach the most keys under causal: they go first.
             for start in reversed(starts):
                 rows = (start, min(start + block_q, problem.query_length))
