@@ -1,1 +1,1 @@
-"""Benchmarks: speed is measured here, as ratios within one run, and never in the tests."""
+"""Benchmarks: `python -m benchmarks`. Speed is measured here, and never in the tests."""

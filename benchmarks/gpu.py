@@ -17,8 +17,9 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.records import Call
 from benchmarks.timing import alternate, check_agreement, table
-from benchmarks.workloads import GPU, Workload
+from benchmarks.workloads import GPU
 from portable_attention import attention
 
 DTYPES = ("float32", "float16", "bfloat16")
@@ -26,12 +27,12 @@ TOLERANCES = {"float32": 1e-3, "float16": 1e-2, "bfloat16": 5e-2}  # of a check,
 Ways = dict[str, Callable[[], Any]]
 
 
-def inputs(work: Workload) -> list[np.ndarray]:
+def inputs(work: Call) -> list[np.ndarray]:
     rng = np.random.default_rng(0)
     return [rng.standard_normal(work.shape, dtype=np.float32) for _ in range(3)]
 
 
-def cupy_ways(work: Workload, dtype: str) -> Ways:
+def cupy_ways(work: Call, dtype: str) -> Ways:
     import cupy
 
     arrays = [cupy.asarray(array).astype(_dtype(dtype)) for array in inputs(work)]
@@ -56,7 +57,7 @@ def cupy_ways(work: Workload, dtype: str) -> Ways:
     return {"cupy": ours, "cupy, dense formula": done(dense)}
 
 
-def torch_ways(work: Workload, dtype: str) -> Ways:
+def torch_ways(work: Call, dtype: str) -> Ways:
     import torch
 
     arrays = [torch.from_numpy(array).to("cuda", getattr(torch, dtype)) for array in inputs(work)]
@@ -77,7 +78,7 @@ def torch_ways(work: Workload, dtype: str) -> Ways:
     }
 
 
-def jax_ways(work: Workload, dtype: str) -> Ways:
+def jax_ways(work: Call, dtype: str) -> Ways:
     import jax
 
     arrays = [jax.numpy.asarray(array, dtype) for array in inputs(work)]
@@ -146,9 +147,9 @@ def devices(found: Iterable[str]) -> list[str]:
     return lines
 
 
-def libraries() -> dict[str, Callable[[Workload, str], Ways]]:
+def libraries() -> dict[str, Callable[[Call, str], Ways]]:
     """Return the libraries that have a GPU here, by the names the tests give them."""
-    found: dict[str, Callable[[Workload, str], Ways]] = {}
+    found: dict[str, Callable[[Call, str], Ways]] = {}
     if importlib.util.find_spec("cupy"):
         import cupy
 

@@ -5,23 +5,70 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 
 Way = Callable[[], object]
+# The OpenMP threads of PyTorch and the pools of others keep spinning on their cores for some
+# milliseconds after a call has returned, which would be charged to whoever comes next.
+REST = 0.02
+# A way that has taken this many seconds gets no further runs: some are a hundred times slower.
+PATIENCE = 12.0
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What several runs of one way took: the median, and the quartiles around it."""
+
+    median: float
+    low: float
+    high: float
+    runs: int
+
+    @classmethod
+    def of(cls, values: list[float]) -> Sample:
+        """Return the sample of some values."""
+        if len(values) < 2:
+            return cls(values[0], values[0], values[0], 1)
+        low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+        return cls(median, low, high, len(values))
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def samples(
+    ways: dict[str, Way], rounds: int, repeats: dict[str, int] | None = None
+) -> dict[str, Sample]:
+    """Return the seconds of each way; they take turns, A B A B, since machines drift.
+
+    `repeats` names the ways that are too short for the clock, and how often to run them in a row.
+    """
+    repeats = repeats or {}
+    taken: dict[str, list[float]] = {name: [] for name in ways}
+    for way in ways.values():
+        way()  # compile, fault memory in
+    for _ in range(rounds):
+        for name, way in ways.items():
+            repeat = repeats.get(name, 1)
+            if sum(taken[name]) * repeat < PATIENCE:
+                taken[name].append(_time(way, repeat))
+    return {name: Sample.of(seconds) for name, seconds in taken.items()}
 
 
 def alternate(ways: dict[str, Way], rounds: int) -> dict[str, float]:
-    """Return the median seconds of each way; they take turns, since machines drift."""
-    taken: dict[str, list[float]] = {name: [] for name in ways}
-    for way in ways.values():
-        way()  # warm up: compile, fault memory in
-    for _ in range(rounds):
-        for name, way in ways.items():
-            start = time.perf_counter()
-            way()
-            taken[name].append(time.perf_counter() - start)
-    return {name: statistics.median(seconds) for name, seconds in taken.items()}
+    """Return the median seconds of each way, by turns."""
+    return {name: sample.median for name, sample in samples(ways, rounds).items()}
+
+
+def _time(way: Way, repeat: int) -> float:
+    time.sleep(REST)
+    start = time.perf_counter()
+    for _ in range(repeat):
+        way()
+    return (time.perf_counter() - start) / repeat
 
 
 def check_agreement(results: dict[str, np.ndarray], tolerance: float) -> None:

@@ -1,0 +1,158 @@
+"""The process that measures: what is set before NumPy loads, and what it then ran on."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import sys
+from typing import Any
+
+# A setting of the environment may hold OpenBLAS to an older kernel; NumPy reads it when it loads.
+_UNSET = ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE")
+_PACKAGES = (
+    *("portable-attention", "numpy", "torch", "jax", "onnxruntime", "openvino", "mlx"),
+    *("tokamax", "memory-efficient-attention", "ml_dtypes", "threadpoolctl"),
+)
+_FEATURES = ("avx2", "fma", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile", "asimd", "sve")
+
+
+def prepare(threads: int | None) -> None:
+    """Set up this process; it must not have imported NumPy yet.
+
+    Holding the process to some cores is the one way to say to every library at once how many
+    threads to run.
+    """
+    for name in _UNSET:
+        os.environ.pop(name, None)
+    os.environ["JAX_PLATFORMS"] = "cpu"  # the GPU has a command of its own
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if threads is not None:
+        if not hasattr(os, "sched_setaffinity"):
+            raise SystemExit("--threads needs an operating system that can hold a process to cores")
+        cores = sorted(os.sched_getaffinity(0))
+        if not 1 <= threads <= len(cores):
+            raise SystemExit(f"--threads must be between 1 and {len(cores)}, got {threads}")
+        os.sched_setaffinity(0, cores[:threads])
+
+
+def cores() -> int:
+    """Return how many cores this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+class Watch:
+    """Tells how much of the cores' time went to other programs since it was made."""
+
+    def __init__(self) -> None:
+        self.start = _ticks()
+
+    def others(self) -> float | None:
+        """Return that part, 0 to 1; None where the system does not tell (it must be Linux)."""
+        now = _ticks()
+        if self.start is None or now is None:
+            return None
+        total, busy, own = (after - before for before, after in zip(self.start, now, strict=True))
+        return min(1.0, max(0.0, (busy - own) / total)) if total > 0 else None
+
+
+def _ticks() -> tuple[float, float, float] | None:
+    """Return the seconds of all cores, those that were busy, and those of this process."""
+    try:
+        with open("/proc/stat", encoding="ascii") as file:
+            numbers = [int(word) for word in file.readline().split()[1:9]]
+    except (OSError, ValueError):
+        return None
+    hertz = os.sysconf("SC_CLK_TCK")
+    idle = numbers[3] + numbers[4]
+    return sum(numbers) / hertz, (sum(numbers) - idle) / hertz, sum(os.times()[:4])
+
+
+def describe() -> dict[str, Any]:
+    """Return the machine and the versions, with no name of a host or a user."""
+    model, flags = _processor()
+    return {
+        "processor": model,
+        "cores": cores(),
+        "memory_gib": _memory(),
+        "instructions": [name for name in _FEATURES if name in flags],
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "versions": _versions(),
+        "blas": _blas(),
+        "threads": _threads(),
+    }
+
+
+def lines(found: dict[str, Any]) -> list[str]:
+    """Return the same for people."""
+    blas = [f"{one['name']} {one['version']}, kernel {one['kernel']}" for one in found["blas"]]
+    counts = [f"{name} {count}" for name, count in found["threads"].items()]
+    return [
+        f"{found['processor']}, {found['cores']} cores, {found['memory_gib']} GiB of memory, "
+        f"{found['system']}; {', '.join(found['instructions']) or 'instruction sets unknown'}",
+        f"Python {found['python']}, "
+        + ", ".join(f"{name} {version}" for name, version in found["versions"].items()),
+        f"BLAS of NumPy: {'; '.join(blas) or 'unknown'}",
+        f"threads: {', '.join(counts)}",
+    ]
+
+
+def _processor() -> tuple[str, set[str]]:
+    model, flags = platform.processor() or platform.machine(), set()
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            for line in file:
+                name, _, value = line.partition(":")
+                if name.strip() == "model name":
+                    model = value.strip()
+                elif name.strip() in {"flags", "Features"}:
+                    return model, set(value.split())
+    except OSError:
+        pass  # not Linux
+    return model, flags
+
+
+def _memory() -> int | None:
+    try:
+        return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30)
+    except (AttributeError, OSError, ValueError):
+        return None
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in _PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    import portable_attention
+
+    # What is imported, which an older installed version may not be.
+    return found | {"portable-attention": portable_attention.__version__}
+
+
+def _blas() -> list[dict[str, Any]]:
+    import numpy  # noqa: F401  its BLAS is to be loaded
+    from threadpoolctl import threadpool_info
+
+    return [
+        {
+            "name": one["internal_api"],
+            "version": one["version"],
+            "kernel": one.get("architecture"),
+            "threads": one["num_threads"],
+        }
+        for one in threadpool_info()
+        if one["user_api"] == "blas" and "numpy" in one["filepath"]
+    ]
+
+
+def _threads() -> dict[str, int]:
+    found = {"NumPy's BLAS": max((one["threads"] for one in _blas()), default=1)}
+    if "torch" in sys.modules:
+        found["torch"] = sys.modules["torch"].get_num_threads()
+    return found | {"others": cores()}
