@@ -2,8 +2,9 @@
 
 What comes out is plain data, ready for JSON:
 
-    {"name", "group", "date", "others", "entries": {name: {"peer", "call", "unit", "median", "low", "high",
-     "runs", "error"} or {"peer", "call", "missing"}},
+    {"name", "group", "date", "others",
+     "entries": {name: {"peer", "call", "unit", "median", "low", "high", "runs", "error"}
+                 or {"peer", "call", "missing"}},
      "bars": [{"bar", "limit", "measured", "unit", "met", "note"}]}
 
 `error` is how far sampled rows of the answer are from the formula in float64 (of a backward call:
@@ -40,7 +41,8 @@ def measure(work: Workload, rounds: int) -> Result:
     }
     timed = [entry for entry in work.entries if entry.measure == "seconds"]
     ways = _ready(timed, entries)
-    for name, sample in samples(ways, rounds, {one.name: one.repeat for one in timed}).items():
+    repeats = {one.name: one.repeat for one in timed}
+    for name, sample in samples(ways, rounds, repeats, warm=True).items():
         entries[name] |= {"unit": "s", **sample.as_dict()}
     ways.clear()
     gc.collect()

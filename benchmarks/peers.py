@@ -51,6 +51,7 @@ class Peer:
     prepare: Callable[[Call, Inputs], Way]
     needs: tuple[str, ...] = ()
     takes: frozenset[str] = frozenset()
+    only: str = ""  # the feature without which there is nothing to do
 
     def missing(self, call: Call | None = None) -> str | None:
         """Return why this way cannot run (the call) here, or None."""
@@ -59,6 +60,8 @@ class Peer:
             return f"not installed: {', '.join(absent)}"
         if call is not None and (lacks := sorted(call.features - self.takes)):
             return f"does not take {', '.join(lacks)} here"
+        if call is not None and self.only and self.only not in call.features:
+            return f"does not take calls without {self.only}"
         return None
 
 
@@ -149,7 +152,10 @@ def jax_nn(call: Call, inputs: Inputs) -> Way:
 
 def tokamax(call: Call, inputs: Inputs) -> Way:
     import tokamax
+    from absl import flags
 
+    if not flags.FLAGS.is_parsed():
+        flags.FLAGS(["benchmarks"])  # it would read the command line, and refuse ours
     causal = _causal(call)
     return _jax_way(inputs, lambda *args: tokamax.dot_product_attention(*args, is_causal=causal))
 
@@ -333,7 +339,7 @@ PEERS = {
         Peer(TORCH, of_torch, ("torch",), _EVERYTHING),
         Peer(JAX, of_jax, ("jax",), _EVERYTHING - {"mask", "bias", "backward"}),
         Peer(TWO, two_products, takes=_CAUSAL),
-        Peer(SEVEN, seven_products, takes=frozenset({"backward"})),
+        Peer(SEVEN, seven_products, takes=frozenset({"backward"}), only="backward"),
         Peer(READING, reading, takes=frozenset({"grouped heads", "Lq != Lk"})),
         Peer(
             SDPA,

@@ -103,7 +103,7 @@ def _lines(pyplot: Any, found: dict[str, Any], label: str) -> Any:
 
 
 def _dots(pyplot: Any, found: dict[str, dict[str, float]]) -> Any:
-    figure, axes = pyplot.subplots(figsize=(6.4, 0.8 + 0.3 * len(found)), layout="constrained")
+    figure, axes = pyplot.subplots(figsize=(6.4, 1.6 + 0.3 * len(found)), layout="constrained")
     names = list(dict.fromkeys(name for row in found.values() for name in row))
     for name in names:
         color, marker = _STYLES[name]
@@ -114,7 +114,7 @@ def _dots(pyplot: Any, found: dict[str, dict[str, float]]) -> Any:
     axes.set_yticks(range(len(found)), list(found))
     axes.invert_yaxis()
     axes.set_xlabel("fraction of the speed of the products alone")
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, 1.0 + 0.9 / len(found)), ncols=3)
+    figure.legend(loc="outside upper center", ncols=3)
     return figure
 
 

@@ -40,16 +40,22 @@ class Sample:
 
 
 def samples(
-    ways: dict[str, Way], rounds: int, repeats: dict[str, int] | None = None
+    ways: dict[str, Way],
+    rounds: int,
+    repeats: dict[str, int] | None = None,
+    *,
+    warm: bool = False,
 ) -> dict[str, Sample]:
     """Return the seconds of each way; they take turns, A B A B, since machines drift.
 
     `repeats` names the ways that are too short for the clock, and how often to run them in a row.
+    They are run once before, to compile and to fault memory in, unless they are `warm` already.
     """
     repeats = repeats or {}
     taken: dict[str, list[float]] = {name: [] for name in ways}
-    for way in ways.values():
-        way()  # compile, fault memory in
+    if not warm:
+        for way in ways.values():
+            way()
     for _ in range(rounds):
         for name, way in ways.items():
             repeat = repeats.get(name, 1)
