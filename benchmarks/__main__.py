@@ -15,6 +15,7 @@ import fnmatch
 import json
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -135,14 +136,19 @@ def _measure(chosen: list[Any], rounds: int, retry: int, earlier: dict[str, Any]
     found = {one["name"]: one for one in earlier["workloads"]}
     for work in chosen:
         began = time.perf_counter()
-        tries = [measure(work, rounds)]
-        while len(tries) <= retry and (tries[-1]["others"] or 0.0) > QUIET:
-            tries.append(measure(work, rounds))
-        found[work.name] = min(tries, key=lambda one: one["others"] or 0.0)
+        found[work.name] = quietest(lambda work=work: measure(work, rounds), retry)
         print(f"\n{summary(found[work.name])}", flush=True)
         print(f"  ({time.perf_counter() - began:.0f} s)", flush=True)
     print(f"\n{time.perf_counter() - start:.0f} seconds in all")
     return {"format": 1, "environment": environment, "workloads": list(found.values())}
+
+
+def quietest(measure: Callable[[], dict[str, Any]], retry: int) -> dict[str, Any]:
+    """Measure, and again while other programs are in the way; return what they disturbed least."""
+    tries = [measure()]
+    while len(tries) <= retry and (tries[-1]["others"] or 0.0) > QUIET:
+        tries.append(measure())
+    return min(tries, key=lambda one: one["others"] or 0.0)
 
 
 if __name__ == "__main__":

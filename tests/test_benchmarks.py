@@ -74,6 +74,8 @@ def test_a_workload_names_what_there_is(work: Workload) -> None:
         assert bar.over or bar.unit in {"us", "MB"}
 
 
+# OpenVINO starts a program when it is imported, and JAX may be running.
+@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", PEERS)
 def test_a_way_agrees_with_the_formula_or_says_what_it_lacks(name: str, case: str) -> None:
@@ -195,6 +197,17 @@ def test_one_workload_by_name(tmp_path: Path) -> None:
 def test_an_unknown_workload_is_an_error() -> None:
     with pytest.raises(SystemExit, match="--list"):
         command.main(["--only", "no-such-workload"])
+
+
+@pytest.mark.parametrize(
+    ("others", "retry", "kept"),
+    [([0.3, 0.2, 0.4], 2, 0.2), ([0.3, 0.2], 0, 0.3), ([0.01, 0.0], 5, 0.01), ([None, 1], 1, None)],
+)
+def test_the_quietest_run_is_kept(
+    others: list[float | None], retry: int, kept: float | None
+) -> None:
+    runs = iter([{"others": value} for value in others])
+    assert command.quietest(lambda: next(runs), retry) == {"others": kept}
 
 
 def test_earlier_results_are_shown_again(
