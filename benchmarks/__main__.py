@@ -15,13 +15,11 @@ import fnmatch
 import json
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from benchmarks.environment import describe, lines, prepare
 
-QUIET = 0.05  # the part of the cores that others may take
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 
 
@@ -40,7 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
     results = _load(options.load, {work.name for work in WORKLOADS})
     rounds = options.rounds or (3 if options.quick else 9)
     if chosen:
-        results |= _measure(chosen, rounds, options.retry, results)
+        results |= _measure(chosen, rounds, options.patience, results)
         order = [work.name for work in WORKLOADS]
         results["workloads"].sort(key=lambda one: order.index(one["name"]))
     print()
@@ -84,12 +82,12 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--rounds", type=int, help="runs of each entry (9; 3 with --quick)")
     parser.add_argument(
-        "--retry",
-        type=int,
-        default=0,
-        metavar="N",
-        help="measure a workload up to N times more while other programs take over 5 %% of the "
-        "cores, and keep the quietest run",
+        "--patience",
+        type=float,
+        default=0.0,
+        metavar="SECONDS",
+        help="do a round over when other programs took more than 5 %% of the cores meanwhile, and "
+        "wait until they are quiet, for so many seconds in all (0)",
     )
     parser.add_argument("--threads", type=int, help="cores to run on (all that there are)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to a file")
@@ -124,31 +122,26 @@ def _load(path: Path | None, known: set[str]) -> dict[str, Any]:
     return loaded
 
 
-def _measure(chosen: list[Any], rounds: int, retry: int, earlier: dict[str, Any]) -> dict[str, Any]:
+def _measure(
+    chosen: list[Any], rounds: int, seconds: float, earlier: dict[str, Any]
+) -> dict[str, Any]:
     """Measure workloads, and say so on the way; return all the results with those before."""
     from benchmarks.measure import measure, product_seconds
     from benchmarks.report import summary
+    from benchmarks.timing import Patience
 
-    start = time.perf_counter()
+    start, patience = time.perf_counter(), Patience(seconds)
     products = product_seconds()  # first, so that the libraries it loads are counted
     environment = {**describe(), "product_seconds": products}
     print("\n".join(lines(environment)), flush=True)
     found = {one["name"]: one for one in earlier["workloads"]}
     for work in chosen:
         began = time.perf_counter()
-        found[work.name] = quietest(lambda work=work: measure(work, rounds), retry)
+        found[work.name] = measure(work, rounds, patience)
         print(f"\n{summary(found[work.name])}", flush=True)
         print(f"  ({time.perf_counter() - began:.0f} s)", flush=True)
     print(f"\n{time.perf_counter() - start:.0f} seconds in all")
     return {"format": 1, "environment": environment, "workloads": list(found.values())}
-
-
-def quietest(measure: Callable[[], dict[str, Any]], retry: int) -> dict[str, Any]:
-    """Measure, and again while other programs are in the way; return what they disturbed least."""
-    tries = [measure()]
-    while len(tries) <= retry and (tries[-1]["others"] or 0.0) > QUIET:
-        tries.append(measure())
-    return min(tries, key=lambda one: one["others"] or 0.0)
 
 
 if __name__ == "__main__":

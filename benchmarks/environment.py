@@ -6,6 +6,7 @@ import importlib.metadata
 import os
 import platform
 import sys
+import time
 from typing import Any
 
 # A setting of the environment may hold OpenBLAS to an older kernel; NumPy reads it when it loads.
@@ -14,6 +15,7 @@ _PACKAGES = (
     *("portable-attention", "numpy", "torch", "jax", "onnxruntime", "openvino", "mlx"),
     *("tokamax", "memory-efficient-attention", "ml_dtypes", "threadpoolctl"),
 )
+QUIET = 0.05  # the part of the cores that other programs may take
 _FEATURES = ("avx2", "fma", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile", "asimd", "sve")
 
 
@@ -47,18 +49,27 @@ class Watch:
     """Tells how much of the cores' time went to other programs since it was made."""
 
     def __init__(self) -> None:
-        self.start = _ticks()
+        self.began = time.perf_counter()
+        self.start = _seconds()
 
-    def others(self) -> float | None:
-        """Return that part, 0 to 1; None where the system does not tell (it must be Linux)."""
-        now = _ticks()
+    def disturbed(self) -> bool:
+        """Whether others took more than a twentieth, and more than the clock of the system errs."""
+        total, others = self.since()
+        return others > QUIET * total + 0.02
+
+    def since(self) -> tuple[float, float]:
+        """Return the seconds that there were on all cores, and those that others took.
+
+        Both are 0 where the system does not tell: it must be Linux.
+        """
+        now = _seconds()
         if self.start is None or now is None:
-            return None
+            return 0.0, 0.0
         total, busy, own = (after - before for before, after in zip(self.start, now, strict=True))
-        return min(1.0, max(0.0, (busy - own) / total)) if total > 0 else None
+        return total, min(total, max(0.0, busy - own))
 
 
-def _ticks() -> tuple[float, float, float] | None:
+def _seconds() -> tuple[float, float, float] | None:
     """Return the seconds of all cores, those that were busy, and those of this process."""
     try:
         with open("/proc/stat", encoding="ascii") as file:
@@ -101,7 +112,7 @@ def lines(found: dict[str, Any]) -> list[str]:
 
 
 def _processor() -> tuple[str, set[str]]:
-    model, flags = platform.processor() or platform.machine(), set()
+    model, flags = platform.processor() or platform.machine(), set[str]()
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:
             for line in file:

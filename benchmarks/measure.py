@@ -9,7 +9,7 @@ What comes out is plain data, ready for JSON:
 
 `error` is how far sampled rows of the answer are from the formula in float64 (of a backward call:
 how far all of it is from the first entry's); `met` is None where a bar could not be judged;
-`others` is the part of the cores' time that other programs took meanwhile, if that can be told.
+`others` is the part of the cores' time that other programs took while it was timed, if known.
 """
 
 from __future__ import annotations
@@ -24,25 +24,24 @@ import numpy as np
 
 from benchmarks import memory
 from benchmarks.arrays import TOLERANCES, Inputs, largest_error, make_inputs
-from benchmarks.environment import Watch
 from benchmarks.peers import PEERS, Way
 from benchmarks.records import Bar, Call, Entry, Workload
-from benchmarks.timing import REST, Sample, samples
+from benchmarks.timing import REST, Patience, Sample, samples
 from benchmarks.workloads import OURS, TORCH_PRODUCT_SLOWER
 
 Result = dict[str, Any]
 
 
-def measure(work: Workload, rounds: int) -> Result:
+def measure(work: Workload, rounds: int, patience: Patience | None = None) -> Result:
     """Run a workload and return what it gave."""
-    watch = Watch()
     entries: dict[str, Result] = {
         entry.name: {"peer": entry.peer, "call": _words(entry.call)} for entry in work.entries
     }
     timed = [entry for entry in work.entries if entry.measure == "seconds"]
     ways = _ready(timed, entries)
     repeats = {one.name: one.repeat for one in timed}
-    for name, sample in samples(ways, rounds, repeats, warm=True).items():
+    taken, others = samples(ways, rounds, repeats, patience=patience, warm=True)
+    for name, sample in taken.items():
         entries[name] |= {"unit": "s", **sample.as_dict()}
     ways.clear()
     gc.collect()
@@ -53,7 +52,7 @@ def measure(work: Workload, rounds: int) -> Result:
         "name": work.name,
         "group": work.group,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "others": watch.others(),
+        "others": others,
         "entries": entries,
         "bars": [judge(bar, entries) for bar in work.bars],
     }
@@ -159,5 +158,5 @@ def product_seconds(size: int = 1536) -> dict[str, float]:
         tensor = torch.from_numpy(matrix)
         ways["torch"] = lambda: tensor @ tensor
     time.sleep(REST)
-    found = {name: sample.median for name, sample in samples(ways, 9).items()}
+    found = {name: sample.median for name, sample in samples(ways, 9)[0].items()}
     return {"torch": found["NumPy"], **found}

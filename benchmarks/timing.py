@@ -10,12 +10,14 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.environment import Watch
+
 Way = Callable[[], object]
 # The OpenMP threads of PyTorch and the pools of others keep spinning on their cores for some
 # milliseconds after a call has returned, which would be charged to whoever comes next.
 REST = 0.02
 # A way that has taken this many seconds gets no further runs: some are a hundred times slower.
-PATIENCE = 12.0
+ENOUGH = 12.0
 
 
 @dataclass(frozen=True)
@@ -39,34 +41,67 @@ class Sample:
         return asdict(self)
 
 
+class Patience:
+    """The seconds that a run may spend on rounds that other programs disturbed, and on waiting."""
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        self.left = seconds
+
+    def again(self, watch: Watch) -> bool:
+        """Whether to do over what was watched; wait until the machine is quiet, if so."""
+        if self.left <= 0 or not watch.disturbed():
+            return False
+        start = watch.began
+        while self.left > time.perf_counter() - start:
+            second = Watch()
+            time.sleep(1.0)
+            if not second.disturbed():
+                break
+        self.left -= time.perf_counter() - start
+        return True
+
+
 def samples(
     ways: dict[str, Way],
     rounds: int,
     repeats: dict[str, int] | None = None,
     *,
+    patience: Patience | None = None,
     warm: bool = False,
-) -> dict[str, Sample]:
-    """Return the seconds of each way; they take turns, A B A B, since machines drift.
+) -> tuple[dict[str, Sample], float | None]:
+    """Return the seconds of each way, and the part of the cores that other programs took.
+
+    The ways take turns, A B A B, since machines drift.
 
     `repeats` names the ways that are too short for the clock, and how often to run them in a row.
     They are run once before, to compile and to fault memory in, unless they are `warm` already.
+    A round that other programs disturbed is done over, whatever it gave, while there is `patience`.
     """
-    repeats = repeats or {}
+    repeats, patience = repeats or {}, patience or Patience()
     taken: dict[str, list[float]] = {name: [] for name in ways}
     if not warm:
         for way in ways.values():
             way()
-    for _ in range(rounds):
+    done, total, others = 0, 0.0, 0.0
+    while done < rounds and ways:
+        watch, row = Watch(), {}
         for name, way in ways.items():
             repeat = repeats.get(name, 1)
-            if sum(taken[name]) * repeat < PATIENCE:
-                taken[name].append(_time(way, repeat))
-    return {name: Sample.of(seconds) for name, seconds in taken.items()}
+            if sum(taken[name]) * repeat < ENOUGH:
+                row[name] = _time(way, repeat)
+        if patience.again(watch):
+            continue
+        for name, seconds in row.items():
+            taken[name].append(seconds)
+        there, theirs = watch.since()
+        done, total, others = done + 1, total + there, others + theirs
+    found = {name: Sample.of(seconds) for name, seconds in taken.items()}
+    return found, others / total if total else None
 
 
 def alternate(ways: dict[str, Way], rounds: int) -> dict[str, float]:
     """Return the median seconds of each way, by turns."""
-    return {name: sample.median for name, sample in samples(ways, rounds).items()}
+    return {name: sample.median for name, sample in samples(ways, rounds)[0].items()}
 
 
 def _time(way: Way, repeat: int) -> float:

@@ -13,14 +13,15 @@ import numpy as np
 import pytest
 
 from benchmarks import __main__ as command
-from benchmarks import memory
+from benchmarks import memory, timing
 from benchmarks.arrays import largest_error, make_inputs
+from benchmarks.environment import Watch
 from benchmarks.measure import judge, measure
 from benchmarks.peers import PEERS
 from benchmarks.plots import draw
 from benchmarks.records import Bar, Call, Entry, Workload
 from benchmarks.report import BEGIN, END, generated, quantity, replace_generated, results_table
-from benchmarks.timing import Sample, samples
+from benchmarks.timing import Patience, Sample, samples
 from benchmarks.workloads import GROUPS, NUMPY, OURS, SDPA, TWO, WORKLOADS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -123,9 +124,28 @@ def test_a_wrong_answer_is_seen() -> None:
 def test_ways_take_turns() -> None:
     order: list[str] = []
     ways = {name: lambda name=name: order.append(name) for name in "ab"}
-    found = samples(ways, 2, {"b": 2})
+    found, _ = samples(ways, 2, {"b": 2})
     assert "".join(order) == "ab" + "abb" * 2
     assert found["a"].runs == 2
+
+
+def test_a_disturbed_round_is_done_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Rounds of 10 seconds on all cores; others take so many of them. A wait watches, too.
+    shares = iter([0.0, 5.0, 5.0, 0.1, 0.0])
+    seconds: dict[int, float] = {}
+    monkeypatch.setattr(
+        Watch, "since", lambda self: (10.0, seconds.setdefault(id(self), next(shares, 0.0)))
+    )
+    made: list[Watch] = []
+    monkeypatch.setattr(timing, "Watch", lambda: made.append(Watch()) or made[-1])
+    monkeypatch.setattr("time.sleep", lambda _: None)
+    runs: list[int] = []
+    patience = Patience(60.0)
+    found, others = samples({"a": lambda: runs.append(1)}, 2, patience=patience, warm=True)
+    assert (len(runs), found["a"].runs) == (3, 2)
+    assert others == 0.0
+    assert patience.left < 60.0
+    assert not Patience(0.0).again(made[1])
 
 
 def test_a_sample_is_the_median_and_the_quartiles() -> None:
@@ -197,17 +217,6 @@ def test_one_workload_by_name(tmp_path: Path) -> None:
 def test_an_unknown_workload_is_an_error() -> None:
     with pytest.raises(SystemExit, match="--list"):
         command.main(["--only", "no-such-workload"])
-
-
-@pytest.mark.parametrize(
-    ("others", "retry", "kept"),
-    [([0.3, 0.2, 0.4], 2, 0.2), ([0.3, 0.2], 0, 0.3), ([0.01, 0.0], 5, 0.01), ([None, 1], 1, None)],
-)
-def test_the_quietest_run_is_kept(
-    others: list[float | None], retry: int, kept: float | None
-) -> None:
-    runs = iter([{"others": value} for value in others])
-    assert command.quietest(lambda: next(runs), retry) == {"others": kept}
 
 
 def test_earlier_results_are_shown_again(
