@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib.metadata
+import itertools
 import os
 import platform
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 # A setting of the environment may hold OpenBLAS to an older kernel; NumPy reads it when it loads.
@@ -88,6 +90,7 @@ def describe() -> dict[str, Any]:
         "processor": model,
         "cores": cores(),
         "memory_gib": _memory(),
+        "caches": _caches(),
         "instructions": [name for name in _FEATURES if name in flags],
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
@@ -103,7 +106,9 @@ def lines(found: dict[str, Any]) -> list[str]:
     counts = [f"{name} {count}" for name, count in found["threads"].items()]
     return [
         f"{found['processor']}, {found['cores']} cores, {found['memory_gib']} GiB of memory, "
-        f"{found['system']}; {', '.join(found['instructions']) or 'instruction sets unknown'}",
+        f"{found['system']}",
+        f"instruction sets: {', '.join(found['instructions']) or 'unknown'}; "
+        f"caches: {', '.join(found['caches']) or 'unknown'}",
         f"Python {found['python']}, "
         + ", ".join(f"{name} {version}" for name, version in found["versions"].items()),
         f"BLAS of NumPy: {'; '.join(blas) or 'unknown'}",
@@ -112,18 +117,35 @@ def lines(found: dict[str, Any]) -> list[str]:
 
 
 def _processor() -> tuple[str, set[str]]:
-    model, flags = platform.processor() or platform.machine(), set[str]()
+    """Return the model, with its numbers, since some have no more than a family name; the flags."""
+    found: dict[str, str] = {}
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:
-            for line in file:
+            for line in itertools.takewhile(str.strip, file):  # the first core
                 name, _, value = line.partition(":")
-                if name.strip() == "model name":
-                    model = value.strip()
-                elif name.strip() in {"flags", "Features"}:
-                    return model, set(value.split())
+                found[name.strip()] = value.strip()
     except OSError:
         pass  # not Linux
-    return model, flags
+    model = found.get("model name") or platform.processor() or platform.machine()
+    if "cpu family" in found and "model" in found:
+        model += f" (family {found['cpu family']}, model {found['model']})"
+    return model, set(found.get("flags", found.get("Features", "")).split())
+
+
+def _caches() -> list[str]:
+    """Return the caches of the first core, where Linux tells: "32K of L1"."""
+    found = []
+    for index in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*")):
+        try:
+            kind, level, size = (
+                (index / name).read_text(encoding="ascii").strip()
+                for name in ("type", "level", "size")
+            )
+        except OSError:
+            continue
+        if kind != "Instruction":
+            found.append(f"{size} of L{level}")
+    return found
 
 
 def _memory() -> int | None:
