@@ -18,6 +18,8 @@ Way = Callable[[], object]
 REST = 0.02
 # A way that has taken this many seconds gets no further runs: some are a hundred times slower.
 ENOUGH = 12.0
+# After so many seconds, three rounds are enough: a busy machine must not take hours.
+LONGEST = 40.0
 
 
 @dataclass(frozen=True)
@@ -76,14 +78,15 @@ def samples(
     `repeats` names the ways that are too short for the clock, and how often to run them in a row.
     They are run once before, to compile and to fault memory in, unless they are `warm` already.
     A round that other programs disturbed is done over, whatever it gave, while there is `patience`.
+    What takes very long gets fewer rounds, but three.
     """
     repeats, patience = repeats or {}, patience or Patience()
     taken: dict[str, list[float]] = {name: [] for name in ways}
     if not warm:
         for way in ways.values():
             way()
-    done, total, others = 0, 0.0, 0.0
-    while done < rounds and ways:
+    done, spent, total, others = 0, 0.0, 0.0, 0.0
+    while ways and done < (rounds if spent < LONGEST else min(rounds, 3)):
         watch, row = Watch(), {}
         for name, way in ways.items():
             repeat = repeats.get(name, 1)
@@ -94,6 +97,7 @@ def samples(
         for name, seconds in row.items():
             taken[name].append(seconds)
         there, theirs = watch.since()
+        spent += time.perf_counter() - watch.began
         done, total, others = done + 1, total + there, others + theirs
     found = {name: Sample.of(seconds) for name, seconds in taken.items()}
     return found, others / total if total else None

@@ -128,6 +128,12 @@ def test_ways_take_turns() -> None:
     assert found["a"].runs == 2
 
 
+def test_what_takes_long_gets_three_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "LONGEST", 0.0)
+    assert samples({"a": list}, 9)[0]["a"].runs == 3
+    assert samples({"a": list}, 2)[0]["a"].runs == 2
+
+
 def test_a_disturbed_round_is_done_over(monkeypatch: pytest.MonkeyPatch) -> None:
     # Rounds of 10 seconds on all cores; others take so many of them. A wait watches, too.
     shares = iter([0.0, 5.0, 5.0, 0.1, 0.0])
