@@ -124,7 +124,7 @@ def _attend_any(
     query = query if early == 1.0 else query * early
     shape = (*heads.lead, rows[1] - rows[0], 1)
     state = tile.start(backend, shape, problem.value_width, query)
-    for met in heads.tiles(rows, heads.block_k):
+    for met in heads.tiles(rows, heads.block_k, finite=True):
         scores = tile.tile_scores(
             backend,
             query,

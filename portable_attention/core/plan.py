@@ -128,6 +128,22 @@ def reach(limits: Limits, rows: tuple[int, int], key_length: int) -> Reach:
     return Reach(first, max(first, end), inner_first, inner_end)
 
 
+def rows_reaching(
+    limits: Limits, rows: tuple[int, int], columns: tuple[int, int]
+) -> tuple[int, int]:
+    """Return those of the rows [start, stop) that may attend any of the keys, and some around."""
+    start, stop = rows
+    if not all(is_host(limit) for _, limit in limits.items()):
+        return rows
+    if limits.high is not None:
+        start = max(start, columns[0] + 1 - int(np.max(limits.high)))
+    if limits.low is not None:
+        stop = min(stop, columns[1] - int(np.min(limits.low)))
+    start = rows[0] + (start - rows[0]) // _ALIGNED * _ALIGNED
+    stop = min(rows[1], rows[0] - (rows[0] - stop) // _ALIGNED * _ALIGNED)
+    return (start, stop) if start < stop else rows
+
+
 def tiles(
     found: Reach, block: int, key_length: int, *, free: bool = False
 ) -> Iterator[tuple[int, int]]:
