@@ -171,6 +171,10 @@ class Part:
     def _within_limits(self, rows: tuple[int, int], columns: tuple[int, int]) -> list[Array]:
         if plan.reach(self.limits, rows, self.call.problem.key_length).covers(*columns):
             return []
+        return self.within_limits(rows, columns)
+
+    def within_limits(self, rows: tuple[int, int], columns: tuple[int, int]) -> list[Array]:
+        """Return which pairs of a tile its limits allow, as conditions that must all hold."""
         backend, device = self.call.backend, self.call.device
         row_numbers = backend.xp.reshape(backend.arange(*rows, device), (-1, 1))
         column_numbers = backend.arange(*columns, device)

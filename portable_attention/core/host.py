@@ -9,6 +9,7 @@ multiplies. Every decision is made head by head, so that no head's bits depend o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -41,17 +42,19 @@ def run(call: Call, dtype: Any) -> tuple[Array, Array]:
     block_q, block_k = plan.host_block_sizes(problem)
     capacity = plan.capacity(BUDGET, block_q * block_k)
     starts = range(0, problem.query_length, block_q)
+    bands: dict[tuple[Any, ...], Array] = {}
 
     def tasks() -> Iterator[Task]:
         for index in plan.chunks(sizes, capacity):
-            heads = Heads(call, index, block_k, forward=True)
+            heads = Heads(call, index, block_k, forward=True, bands=bands)
             # The last rows reach the most keys under causal: they go first.
             for start in reversed(starts):
                 rows = (start, min(start + block_q, problem.query_length))
                 yield partial(_attend, heads, rows, output, lse)
 
     cuts = plan.cuts(sizes, capacity)
-    run_tasks(tasks(), len(starts) * int(np.prod([len(cut) for cut in cuts])))
+    count = len(starts) * math.prod(len(cut) for cut in cuts)
+    run_tasks(tasks(), count, call.backend.ops.release)
     return output, lse
 
 

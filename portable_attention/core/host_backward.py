@@ -56,15 +56,16 @@ def run(call: Call, given: Cotangents) -> dict[str, Array]:
         for first in range(0, len(starts), step)
     ]
     turns = _Turns()
+    bands: dict[tuple[Any, ...], Array] = {}
 
     def tasks() -> Iterator[Task]:
         numbers = itertools.count()
         for group in groups:
-            heads = [Heads(call, index, block_k) for index in group]
+            heads = [Heads(call, index, block_k, bands=bands) for index in group]
             for run_of_rows in runs:
                 yield partial(_task, next(numbers), turns, heads, run_of_rows, given, results)
 
-    run_tasks(tasks(), len(groups) * len(runs))
+    run_tasks(tasks(), len(groups) * len(runs), call.backend.ops.release)
     return results
 
 

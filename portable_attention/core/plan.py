@@ -43,7 +43,12 @@ def host_block_sizes(problem: Problem) -> tuple[int, int]:
     rows = HOST_ROWS
     if problem.span is not None:
         rows = max(_WINDOW_ROWS, min(rows, problem.span))
-    return _even(problem.query_length, rows), _even(problem.key_length, HOST_KEYS)
+    keys = _even(problem.key_length, HOST_KEYS)
+    rows = _even(problem.query_length, rows)
+    if problem.span is None and problem.query_length > rows > keys:
+        # Blocks of rows then meet the diagonal at the same few places of a tile.
+        rows = rows // keys * keys if rows % keys < keys // 2 else -(-rows // keys) * keys
+    return rows, keys
 
 
 def _even(length: int, largest: int) -> int:
@@ -112,20 +117,28 @@ def reach(limits: Limits, rows: tuple[int, int], key_length: int) -> Reach:
     if not all(is_host(limit) for _, limit in limits.items()):
         return Reach(0, key_length, key_length, 0)
     if limits.low is not None:
-        first = min(max(first, start + int(np.min(limits.low))), key_length)
-        inner_first = max(inner_first, stop - 1 + int(np.max(limits.low)))
+        first = min(max(first, start + _least(limits.low)), key_length)
+        inner_first = max(inner_first, stop - 1 + _greatest(limits.low))
     if limits.high is not None:
-        end = min(end, stop - 1 + int(np.max(limits.high)))
-        inner_end = min(inner_end, start + int(np.min(limits.high)))
+        end = min(end, stop - 1 + _greatest(limits.high))
+        inner_end = min(inner_end, start + _least(limits.high))
     if limits.key_length is not None:
-        end = min(end, int(np.max(limits.key_length)))
-        inner_end = min(inner_end, int(np.min(limits.key_length)))
+        end = min(end, _greatest(limits.key_length))
+        inner_end = min(inner_end, _least(limits.key_length))
     if limits.query_length is not None:
-        if start >= int(np.max(limits.query_length)):
+        if start >= _greatest(limits.query_length):
             end = first
-        if stop > int(np.min(limits.query_length)):
+        if stop > _least(limits.query_length):
             inner_end = inner_first
     return Reach(first, max(first, end), inner_first, inner_end)
+
+
+def _least(limit: Any) -> int:
+    return limit if isinstance(limit, int) else int(np.min(limit))
+
+
+def _greatest(limit: Any) -> int:
+    return limit if isinstance(limit, int) else int(np.max(limit))
 
 
 def rows_reaching(
@@ -136,9 +149,9 @@ def rows_reaching(
     if not all(is_host(limit) for _, limit in limits.items()):
         return rows
     if limits.high is not None:
-        start = max(start, columns[0] + 1 - int(np.max(limits.high)))
+        start = max(start, columns[0] + 1 - _greatest(limits.high))
     if limits.low is not None:
-        stop = min(stop, columns[1] - int(np.min(limits.low)))
+        stop = min(stop, columns[1] - _least(limits.low))
     start = rows[0] + (start - rows[0]) // _ALIGNED * _ALIGNED
     stop = min(rows[1], rows[0] - (rows[0] - stop) // _ALIGNED * _ALIGNED)
     return (start, stop) if start < stop else rows
