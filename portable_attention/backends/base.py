@@ -157,6 +157,10 @@ class Backend:
         words = self.xp.stack([low - 0x80000000, wide >> 32])
         return self.xp.astype(words, self.xp.int32)
 
+    def reshaped(self, array: Array, shape: tuple[int, ...]) -> Array:
+        """Return a mask or bias, which may be as large as the scores, in another shape."""
+        return self.xp.reshape(array, shape)
+
     def device(self, array: Array) -> Any:
         """Return where an array lies; None where it may still go anywhere."""
         return array.device

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -32,6 +34,9 @@ class JaxBackend(Backend):
             largest = jnp.finfo(jnp.asarray(0.0).dtype).max
             array = np.where(np.isfinite(array), np.clip(array, -largest, largest), array)
         return jnp.asarray(array)
+
+    def reshaped(self, array: Array, shape: tuple[int, ...]) -> Array:
+        return Reshaped(array, shape)
 
     def split_seed(self, seed: Array) -> Array:
         bits = 8 * seed.dtype.itemsize
@@ -73,6 +78,18 @@ class JaxBackend(Backend):
 
     def score_budget(self, device: Any) -> int:
         return 1 << 20 if jax.default_backend() == "cpu" else 1 << 25
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["shape"])
+@dataclass(frozen=True)
+class Reshaped:
+    """An array that gets another shape where it is compiled: before, that would copy it."""
+
+    array: Array
+    shape: tuple[int, ...]
+
+    def make(self) -> Array:
+        return jnp.reshape(self.array, self.shape)
 
 
 class JaxOps(Ops):

@@ -223,9 +223,20 @@ def _layout_hint(shapes: dict[str, tuple[int, ...]], layout: str) -> str:
 
 def _split_heads(backend: Backend, array: Array, kv_heads: int) -> Array:
     """Turn (..., H, rows, columns) into (..., Hkv, G, rows, columns), a view."""
-    *lead, heads, rows, columns = array.shape
+    return backend.xp.reshape(array, _split_shape(tuple(array.shape), kv_heads))
+
+
+def _split_shape(shape: tuple[int, ...], kv_heads: int) -> tuple[int, ...]:
+    *lead, heads, rows, columns = shape
     split = (kv_heads, heads // kv_heads) if heads > 1 else (1, 1)
-    return backend.xp.reshape(array, (*lead, *split, rows, columns))
+    return (*lead, *split, rows, columns)
+
+
+def _per_head(backend: Backend, array: Array, rank: int, kv_heads: int) -> Array:
+    """Turn a mask or bias, of any rank, into (*batch, Hkv, G, rows, columns)."""
+    shape = tuple(array.shape)
+    padded = (*([1] * (rank - len(shape))), *shape)
+    return backend.reshaped(array, _split_shape(padded, kv_heads))
 
 
 def _broadcastable(name: str, array: Array, scores: tuple[int, ...]) -> None:
@@ -253,7 +264,7 @@ def _check_mask(
             "pass numbers that are added to the scores as bias=, or compare first (mask != 0)"
         )
     _broadcastable("mask", mask, scores)
-    return _split_heads(backend, _pad(backend, mask, rank), kv_heads)
+    return _per_head(backend, mask, rank, kv_heads)
 
 
 def _check_bias(
@@ -268,7 +279,7 @@ def _check_bias(
             f"bias must have a real floating dtype ({', '.join(FLOATS)}), got {dtype}: {remedy}"
         )
     _broadcastable("bias", bias, scores)
-    return _split_heads(backend, _pad(backend, bias, rank), kv_heads)
+    return _per_head(backend, bias, rank, kv_heads)
 
 
 def _check_sinks(backend: Backend, sinks: Array | None, kv_heads: int, groups: int) -> Array | None:
