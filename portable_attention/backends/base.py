@@ -161,6 +161,10 @@ class Backend:
         """Return a mask or bias, which may be as large as the scores, in another shape."""
         return self.xp.reshape(array, shape)
 
+    def whole(self, array: Array | None) -> Array | None:
+        """Return the array that `reshaped` stands for."""
+        return array
+
     def device(self, array: Array) -> Any:
         """Return where an array lies; None where it may still go anywhere."""
         return array.device

@@ -38,6 +38,9 @@ class JaxBackend(Backend):
     def reshaped(self, array: Array, shape: tuple[int, ...]) -> Array:
         return Reshaped(array, shape)
 
+    def whole(self, array: Array | None) -> Array | None:
+        return jnp.reshape(array.array, array.shape) if isinstance(array, Reshaped) else array
+
     def split_seed(self, seed: Array) -> Array:
         bits = 8 * seed.dtype.itemsize
         if bits <= 32:
@@ -87,9 +90,6 @@ class Reshaped:
 
     array: Array
     shape: tuple[int, ...]
-
-    def make(self) -> Array:
-        return jnp.reshape(self.array, self.shape)
 
 
 class JaxOps(Ops):

@@ -17,7 +17,6 @@ import numpy as np
 from jax import lax
 
 from portable_attention.backends import Array
-from portable_attention.backends.jax_backend import Reshaped
 from portable_attention.backends.namespace import jax_backend
 from portable_attention.core import masking, plan, tile
 from portable_attention.core.dropout import kept as kept_pairs
@@ -58,10 +57,9 @@ class _Operand(NamedTuple):
 
 
 def _operand(array: Array | None, problem: Problem) -> _Operand | None:
+    array = jax_backend().whole(array)
     if array is None:
         return None
-    if isinstance(array, Reshaped):
-        array = array.make()
     full = (*problem.batch, problem.kv_heads)
     lead = array.shape[:-3]
     lead = (*([1] * (len(full) - len(lead))), *lead)

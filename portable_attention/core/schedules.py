@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -54,6 +55,7 @@ def run_backward(call: Call, given: Cotangents) -> dict[str, Array]:
     with np.errstate(all="ignore"), backend.settings(call.device):
         hosted = backend.host_call(call)
         if hosted is None:
+            call = replace(call, mask=backend.whole(call.mask), bias=backend.whole(call.bias))
             with _guard(backend):
                 return eager_backward.run(call, given)
         found = host_backward.run(hosted, given.map(backend.to_host))
