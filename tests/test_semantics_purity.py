@@ -190,3 +190,19 @@ def test_every_backend_gives_the_results_of_numpy(backend: Backend):
             (here.lse, there.lse, reference.lse_allowance),
         ):
             np.testing.assert_allclose(one, other, rtol=0, atol=2 * allowance)
+
+
+@pytest.mark.needs(library="numpy")
+@pytest.mark.parametrize("queries", [1, 5, 31, 32, 40])
+@pytest.mark.parametrize("scale", [None, 3.0])
+def test_numpy_gives_small_calls_the_bits_of_large_ones(backend: Backend, queries, scale, dtype):
+    """Calls of a tile or less go another way, which must not show."""
+    inputs = make_inputs(
+        batch=(60,), heads=4, key_heads=2, queries=queries, keys=37, width=16, dtype=dtype
+    )
+    inputs["value"][0] = -0.0
+    inputs["value"][1, 0, 3] = np.nan
+    whole = attend(backend, **inputs, scale=scale)
+    for item in range(3):
+        part = {name: array[item] for name, array in inputs.items()}
+        assert_same_bits(attend(backend, **part, scale=scale), [one[item] for one in whole])

@@ -60,6 +60,7 @@ def attend_small(call: Call, dtype: Any) -> tuple[Array, Array] | None:
     weights = ops.exp(scores)
     total = np.matmul(weights, ones(problem.key_length, dtype))
     sums = np.matmul(weights, value)
+    sums += 0.0  # -0.0 becomes 0.0, as in a sum that begins with 0
     checked = np.matmul(sums, ones(problem.value_width, dtype))
     checked += total
     if not np.isfinite(checked).all() or sums.shape != problem.output_shape:
