@@ -21,15 +21,13 @@ from portable_attention.core import eager, plan, tile
 from portable_attention.core.bounded import attend_bounded, either, faults
 from portable_attention.core.heads import Heads, largest_norm
 from portable_attention.core.problem import Call
-from portable_attention.core.small import FEW_ROWS, attend_small
+from portable_attention.core.small import attend_small
 from portable_attention.core.threads import Task, run_tasks
 
 # exp(32) = 8e13 leaves room in float32 for sums over any number of keys.
 _SMALL_SCORE = 32.0
 # Far enough from overflow that adding a bias cannot reach it.
 _FINITE_SCORE = 1e30
-# Small heads are batched until a tile holds as many scores as one large tile.
-BUDGET = 1 << 18
 
 
 def run(call: Call, dtype: Any) -> tuple[Array, Array]:
@@ -42,7 +40,7 @@ def run(call: Call, dtype: Any) -> tuple[Array, Array]:
     lse = np.empty(problem.output_shape[:-1], problem.compute_dtype)
     sizes = (*problem.batch, *problem.heads)
     block_q, block_k = plan.host_block_sizes(problem)
-    capacity = plan.capacity(BUDGET, block_q * block_k)
+    capacity = plan.host_capacity(problem, block_q * block_k)
     starts = range(0, problem.query_length, block_q)
     bands: dict[tuple[Any, ...], Array] = {}
 
@@ -67,7 +65,8 @@ def _attend(heads: Heads, rows: tuple[int, int], output: Array, lse: Array) -> N
     bounded = False
     # Scores that are known to be finite are -inf only where they are masked.
     finite: Any = np.False_
-    if problem.query_length >= FEW_ROWS:
+    # Finding the largest norms is a pass over the keys, which does not pay for a few rows.
+    if problem.query_length >= plan.FEW_ROWS:
         norm, finite_rows = largest_norm(query)
         key_norm, finite_keys = heads.largest_keys
         bound = np.sqrt(norm) * np.sqrt(key_norm) * abs(problem.scale)

@@ -6,6 +6,7 @@ The plan sees shapes and host values only, and knows nothing of any library.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,13 @@ BLOCK = 512
 # count as well: within 3 % of one another from 512 x 256 to 1366 x 256, this is in the middle.
 HOST_ROWS, HOST_KEYS = 640, 320
 _WINDOW_ROWS = 128
+FEW_ROWS = 32
+_KEY_NUMBERS = 1 << 17  # half of the L2
+# Small heads are batched until a tile holds as many scores as one large tile, if that leaves
+# something for the other threads to do.
+BUDGET = 1 << 18
+_SHARES = 8
+_WORTH_SHARING = 1 << 18
 _ALIGNED = 16  # numbers in a vector
 
 Index = tuple[slice, ...]  # into (*batch, Hkv, G)
@@ -43,7 +51,12 @@ def host_block_sizes(problem: Problem) -> tuple[int, int]:
     rows = HOST_ROWS
     if problem.span is not None:
         rows = max(_WINDOW_ROWS, min(rows, problem.span))
-    keys = _even(problem.key_length, HOST_KEYS)
+    most_keys = HOST_KEYS
+    if problem.query_length < FEW_ROWS:
+        # No product comes to use a tile of keys again: it is as long as the cache allows.
+        width = max(problem.width, problem.value_width, 1)
+        most_keys = max(HOST_KEYS, _KEY_NUMBERS // width)
+    keys = _even(problem.key_length, most_keys)
     rows = _even(problem.query_length, rows)
     if problem.span is None and problem.query_length > rows > keys:
         # Blocks of rows then meet the diagonal at the same few places of a tile.
@@ -185,6 +198,16 @@ def take_limits(limits: Limits, index: Index) -> Limits:
         return chosen
 
     return Limits(**{name: part(limit) for name, limit in limits.items()})
+
+
+def host_capacity(problem: Problem, tile: int) -> int:
+    """Return how many heads are done together: enough to fill a tile, few enough to share out."""
+    heads = math.prod((*problem.batch, *problem.heads))
+    numbers = problem.key_length * (problem.width + problem.value_width)
+    together = capacity(BUDGET, tile)
+    if heads * numbers > _WORTH_SHARING:
+        together = min(together, max(1, heads // _SHARES))
+    return together
 
 
 def capacity(budget: int, tile: int) -> int:

@@ -14,11 +14,9 @@ import numpy as np
 from portable_attention.backends import Array
 from portable_attention.backends.numpy_backend import ones
 from portable_attention.core import eager
-from portable_attention.core.plan import HOST_KEYS
+from portable_attention.core.plan import FEW_ROWS, HOST_KEYS
 from portable_attention.core.problem import Call
 
-# Finding the largest norms costs a pass over the keys, which does not pay for so few rows.
-FEW_ROWS = 32
 # Products of at most these sizes OpenBLAS makes in one thread, whatever it may use (its
 # interface/gemm.c and gemv.c); they need no guard.
 _SCORES = 1 << 13
