@@ -110,6 +110,9 @@ class Backend:
     on_host = False  # whether all its arrays lie in host memory
     uses_host_blas = True  # whether its products may be those of NumPy's BLAS
 
+    kernels: tuple[Any, ...] = ()  # its fused attention kernels, `core.engines.Kernel`
+    unconnected: dict[str, str] = {}  # noqa: RUF012, those that nothing here runs, and why
+
     def __init__(self, xp: ModuleType, name: str | None = None) -> None:
         self.xp = xp
         self.name = name or self.name

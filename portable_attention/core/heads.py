@@ -13,8 +13,6 @@ from portable_attention.backends.numpy_backend import HostOps
 from portable_attention.core import eager, plan
 from portable_attention.core.problem import Call
 
-# BLAS multiplies by keys that lie in columns 3 to 5 % faster, which pays when enough rows do so.
-_ROWS_FOR_COLUMNS = 1536
 # Patterns of the diagonal in a tile that a call keeps: a few bytes a pair, and few differ.
 _MOST_BANDS = 8
 # Squares below this may have lost digits: a norm counts as its root at the least.
@@ -36,7 +34,7 @@ class Heads(eager.Part):
         super().__init__(call, index)
         self.block_k = block_k
         self.forward = forward
-        self.in_columns = forward and call.problem.query_length >= _ROWS_FOR_COLUMNS
+        self.in_columns = forward and call.problem.query_length >= plan.ROWS_FOR_COLUMNS
         self.dtype = np.dtype(call.problem.compute_dtype)
         self.ops: HostOps = call.backend.ops
         self._lock = threading.RLock()  # the norms need the widened keys

@@ -24,6 +24,8 @@ BLOCK = 512
 HOST_ROWS, HOST_KEYS = 640, 320
 _WINDOW_ROWS = 128
 FEW_ROWS = 32
+# BLAS multiplies by keys that lie in columns 3 to 5 % faster, which pays when enough rows do so.
+ROWS_FOR_COLUMNS = 1536
 _KEY_NUMBERS = 1 << 17  # half of the L2
 # Small heads are batched until a tile holds as many scores as one large tile, if that leaves
 # something for the other threads to do.

@@ -84,6 +84,7 @@ class Call:
     device: Any
     headless: bool  # all inputs were 2-D
     layout: str
+    engine: str
 
     def inner(self, array: Array, *, rows: bool = False) -> Array:
         """Bring what is like the output (or, with `rows`, the lse) to the inner axes and dtype."""

@@ -16,7 +16,7 @@ from portable_attention.core.positions import make_limits
 from portable_attention.core.problem import Call, Problem, swap_heads
 
 LAYOUTS = ("bhld", "blhd")
-ENGINES = ("auto", "portable")
+ENGINES = ("auto", "portable", "native")
 _known_problem = lru_cache(maxsize=256)(Problem)  # to make one takes longer than to find it
 _FAR_CAP = 1e-8  # of the largest number: scores that near it would be alone in their softmax
 
@@ -43,7 +43,7 @@ def validate(
 ) -> Call:
     """Check one call of attention and bring its arrays to the axes the algorithm works on."""
     check_choice("layout", layout, LAYOUTS)
-    _check_engine(engine)
+    check_choice("engine", engine, ENGINES)
     given = {"query": query, "key": key, "value": value, "mask": mask, "bias": bias, "sinks": sinks}
     arrays = {name: array for name, array in given.items() if array is not None}
     for name in ("query", "key", "value"):
@@ -119,6 +119,7 @@ def validate(
         device=device,
         headless=headless,
         layout=layout,
+        engine=engine,
     )
 
 
@@ -129,15 +130,6 @@ def check_choice(name: str, given: Any, allowed: tuple[str, ...]) -> None:
     words = ", ".join(repr(choice) for choice in allowed)
     kind = ValueError if isinstance(given, str) else TypeError
     raise kind(f"{name} must be one of {words}, got {given!r}")
-
-
-def _check_engine(engine: Any) -> None:
-    if engine == "native":
-        raise ValueError(
-            "engine='native' is not available: this version connects no native kernels; "
-            "use engine='auto' or engine='portable'"
-        )
-    check_choice("engine", engine, ENGINES)
 
 
 def common_device(backend: Backend, arrays: dict[str, Array]) -> Any:

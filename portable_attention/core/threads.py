@@ -128,6 +128,11 @@ def _one_thread_here() -> Iterator[None]:
         yield
 
 
+def usable_threads() -> int:
+    """Return how many tile threads a call may use: as many as BLAS may."""
+    return min(_guard.threads(), available_cores())
+
+
 def run_tasks(tasks: Iterator[Task], count: int, done: Task = lambda: None) -> None:
     """Run independent tasks, in as many threads as BLAS may use, the caller's own among them.
 
@@ -136,7 +141,7 @@ def run_tasks(tasks: Iterator[Task], count: int, done: Task = lambda: None) -> N
     An exception in any of them, Ctrl-C in the caller included, ends the others at their next task
     and is raised when all of them have stopped.
     """
-    helpers = min(_guard.threads(), available_cores(), count) - 1
+    helpers = min(usable_threads(), count) - 1
     queue = _Queue(tasks, done)
     with one_blas_thread():
         threads = []
