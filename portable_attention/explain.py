@@ -50,6 +50,19 @@ class Explanation:
         Inputs and outputs, each counted once.
     memory : int
         Estimated bytes at work besides inputs and outputs.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from portable_attention import explain
+    >>> query = np.zeros((2, 100, 64), dtype=np.float32)
+    >>> print(explain(query, query, query))  # doctest: +ELLIPSIS
+    engine    portable, host tiles
+    tiles     100 queries x 100 keys; heads at a time: 2, threads: ...
+              0 skipped (0%), 2 full, 0 mixed
+    work      0.00512 GFLOP
+    in, out   200 KiB
+    memory    about ... besides
     """
 
     engine: str
