@@ -39,8 +39,7 @@ def run(call: Call, dtype: Any) -> tuple[Array, Array]:
     output = np.empty(problem.output_shape, dtype)
     lse = np.empty(problem.output_shape[:-1], problem.compute_dtype)
     sizes = (*problem.batch, *problem.heads)
-    block_q, block_k = plan.host_block_sizes(problem)
-    capacity = plan.capacity(BUDGET, block_q * block_k)
+    (block_q, block_k), capacity = plan.host_batching(problem, call.limits, BUDGET)
     starts = range(0, problem.query_length, block_q)
     bands: dict[tuple[Any, ...], Array] = {}
 

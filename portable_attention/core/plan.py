@@ -6,6 +6,7 @@ The plan sees shapes and host values only, and knows nothing of any library.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -63,6 +64,17 @@ def batching(problem: Problem, budget: int) -> tuple[tuple[int, int], int]:
     keys = block_sizes(problem)[1]
     queries, keys = block_sizes(problem, max(16, budget // (problem.groups * keys)))
     return (queries, keys), capacity(budget, problem.groups * queries * keys)
+
+
+def host_batching(problem: Problem, limits: Limits, budget: int) -> tuple[tuple[int, int], int]:
+    """Return the size of a tile, and how many heads make tiles of `budget` scores."""
+    queries, keys = host_block_sizes(problem)
+    heads = capacity(budget, queries * keys)
+    by_item = {name for name, limit in limits.items() if isinstance(limit, np.ndarray)}
+    if by_item & {"low", "high"} or (by_item and problem.span is not None):
+        # Tiles are cut to what the rows reach, and an item has the bits that it has alone.
+        heads = min(heads, math.prod(problem.heads))
+    return (queries, keys), heads
 
 
 def cuts(sizes: tuple[int, ...], capacity: int) -> list[list[slice]]:
