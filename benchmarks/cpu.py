@@ -23,8 +23,7 @@ from threadpoolctl import threadpool_info  # noqa: E402
 from benchmarks.timing import alternate, check_agreement, table  # noqa: E402
 from benchmarks.workloads import CPU, LONG, QUICK, Workload  # noqa: E402
 from portable_attention import attention  # noqa: E402
-from portable_attention.core.host import BUDGET  # noqa: E402
-from portable_attention.core.plan import BLOCK  # noqa: E402
+from portable_attention.core.plan import BLOCK, BUDGET  # noqa: E402
 from portable_attention.core.threads import run_tasks  # noqa: E402
 
 

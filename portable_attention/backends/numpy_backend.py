@@ -42,6 +42,7 @@ class NumpyBackend(Backend):
     """Arrays in host memory, run by the schedule with tile threads."""
 
     name = "numpy"
+    on_host = True
 
     def dtype(self, name: str) -> Any:
         if name == "bfloat16":
@@ -52,6 +53,9 @@ class NumpyBackend(Backend):
 
     def astype(self, array: Array, dtype: Any) -> Array:
         return array.astype(dtype, copy=False)
+
+    def reshape(self, array: Array, shape: tuple[int, ...]) -> Array:
+        return array.reshape(shape)
 
     def as_operand(self, name: str, array: Array) -> Array:
         return np.asarray(array)

@@ -21,25 +21,26 @@ from portable_attention.core import eager, plan, tile
 from portable_attention.core.bounded import attend_bounded, either, faults
 from portable_attention.core.heads import Heads, largest_norm
 from portable_attention.core.problem import Call
+from portable_attention.core.small import attend_small
 from portable_attention.core.threads import Task, run_tasks
 
 # exp(32) = 8e13 leaves room in float32 for sums over any number of keys.
 _SMALL_SCORE = 32.0
 # Far enough from overflow that adding a bias cannot reach it.
 _FINITE_SCORE = 1e30
-# Finding the largest norms costs a pass over the keys, which pays when several rows share it.
-_ROWS_FOR_BOUND = 32
-# Small heads are batched until a tile holds as many scores as one large tile.
-BUDGET = 1 << 18
 
 
 def run(call: Call, dtype: Any) -> tuple[Array, Array]:
     """Return the output (*batch, Hkv, G, Lq, Dv) and the lse (*batch, Hkv, G, Lq) of a call."""
+    found = attend_small(call, dtype)
+    if found is not None:
+        return found
     problem = call.problem
     output = np.empty(problem.output_shape, dtype)
     lse = np.empty(problem.output_shape[:-1], problem.compute_dtype)
     sizes = (*problem.batch, *problem.heads)
-    (block_q, block_k), capacity = plan.host_batching(problem, call.limits, BUDGET)
+    block_q, block_k = plan.host_block_sizes(problem)
+    capacity = plan.host_capacity(call, block_q * block_k)
     starts = range(0, problem.query_length, block_q)
     bands: dict[tuple[Any, ...], Array] = {}
 
@@ -64,7 +65,8 @@ def _attend(heads: Heads, rows: tuple[int, int], output: Array, lse: Array) -> N
     bounded = False
     # Scores that are known to be finite are -inf only where they are masked.
     finite: Any = np.False_
-    if problem.query_length >= _ROWS_FOR_BOUND:
+    # Finding the largest norms is a pass over the keys, which does not pay for a few rows.
+    if problem.query_length >= plan.FEW_ROWS:
         norm, finite_rows = largest_norm(query)
         key_norm, finite_keys = heads.largest_keys
         bound = np.sqrt(norm) * np.sqrt(key_norm) * abs(problem.scale)
@@ -81,7 +83,7 @@ def _attend(heads: Heads, rows: tuple[int, int], output: Array, lse: Array) -> N
     if bounded:
         wrong, harmed = attend_bounded(heads, rows, query, finite, output, lse)
     else:
-        wrong, harmed = _attend_any(heads, rows, query, finite, output, lse), None
+        wrong, harmed = attend_any(heads, rows, query, finite, output, lse), None
     if wrong is None and harmed is None:
         return
     for single, met_garbage, lost in zip(
@@ -113,7 +115,7 @@ def _by_head(heads: Heads, rows: tuple[int, int], marked: Array | None) -> Array
     return marked.reshape(-1, shape[-2])
 
 
-def _attend_any(
+def attend_any(
     heads: Heads, rows: tuple[int, int], query: Array, finite: Any, output: Array, lse: Array
 ) -> Array | None:
     """Write the results of a block of rows, relative to a running maximum.

@@ -21,7 +21,6 @@ from portable_attention.backends import Array
 from portable_attention.core import plan
 from portable_attention.core.backward import Cotangents, row_gradients, sum_to
 from portable_attention.core.heads import Heads
-from portable_attention.core.host import BUDGET
 from portable_attention.core.problem import Call
 from portable_attention.core.threads import Task, run_tasks
 
@@ -42,7 +41,8 @@ def run(call: Call, given: Cotangents) -> dict[str, Array]:
 
     # The same memory layout whatever the caller's: BLAS gives other bits for other strides.
     given = given.map(np.ascontiguousarray)
-    (block_q, block_k), capacity = plan.host_batching(problem, call.limits, BUDGET)
+    block_q, block_k = plan.host_block_sizes(problem)
+    capacity = plan.host_capacity(call, block_q * block_k, whole_groups=True)
     chunks = list(plan.chunks((*problem.batch, *problem.heads), capacity))
     groups = _groups(call, chunks)
     starts = range(0, problem.query_length, block_q)

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from portable_attention.core.problem import Limits, Problem, is_host
+from portable_attention.core.problem import Call, Limits, Problem, is_host
 
 # Measured with NumPy on two cores of an AMD EPYC (512 KiB of L2 each), d = 64 and 128: 512 x 512
 # float32 scores are 1 MiB, where the products run at full speed and the passes over the scores
@@ -23,6 +23,13 @@ BLOCK = 512
 # count as well: within 3 % of one another from 512 x 256 to 1366 x 256, this is in the middle.
 HOST_ROWS, HOST_KEYS = 640, 320
 _WINDOW_ROWS = 128
+FEW_ROWS = 32
+_KEY_NUMBERS = 1 << 17  # half of the L2
+# Small heads are batched until a tile holds as many scores as one large tile, if that leaves
+# something for the other threads to do.
+BUDGET = 1 << 18
+_SHARES = 8
+_WORTH_SHARING = 1 << 18
 _ALIGNED = 16  # numbers in a vector
 
 Index = tuple[slice, ...]  # into (*batch, Hkv, G)
@@ -44,7 +51,12 @@ def host_block_sizes(problem: Problem) -> tuple[int, int]:
     rows = HOST_ROWS
     if problem.span is not None:
         rows = max(_WINDOW_ROWS, min(rows, problem.span))
-    keys = _even(problem.key_length, HOST_KEYS)
+    most_keys = HOST_KEYS
+    if problem.query_length < FEW_ROWS:
+        # No product comes to use a tile of keys again: it is as long as the cache allows.
+        width = max(problem.width, problem.value_width, 1)
+        most_keys = max(HOST_KEYS, _KEY_NUMBERS // width)
+    keys = _even(problem.key_length, most_keys)
     rows = _even(problem.query_length, rows)
     if problem.span is None and problem.query_length > rows > keys:
         # Blocks of rows then meet the diagonal at the same few places of a tile.
@@ -64,17 +76,6 @@ def batching(problem: Problem, budget: int) -> tuple[tuple[int, int], int]:
     keys = block_sizes(problem)[1]
     queries, keys = block_sizes(problem, max(16, budget // (problem.groups * keys)))
     return (queries, keys), capacity(budget, problem.groups * queries * keys)
-
-
-def host_batching(problem: Problem, limits: Limits, budget: int) -> tuple[tuple[int, int], int]:
-    """Return the size of a tile, and how many heads make tiles of `budget` scores."""
-    queries, keys = host_block_sizes(problem)
-    heads = capacity(budget, queries * keys)
-    by_item = {name for name, limit in limits.items() if isinstance(limit, np.ndarray)}
-    if by_item & {"low", "high"} or (by_item and problem.span is not None):
-        # Tiles are cut to what the rows reach, and an item has the bits that it has alone.
-        heads = min(heads, math.prod(problem.heads))
-    return (queries, keys), heads
 
 
 def cuts(sizes: tuple[int, ...], capacity: int) -> list[list[slice]]:
@@ -197,6 +198,26 @@ def take_limits(limits: Limits, index: Index) -> Limits:
         return chosen
 
     return Limits(**{name: part(limit) for name, limit in limits.items()})
+
+
+def host_capacity(call: Call, tile: int, *, whole_groups: bool = False) -> int:
+    """Return how many heads are done together: enough to fill a tile, few enough to share out.
+
+    With `whole_groups`, sharing out splits no group: the gradients of a key are summed over its
+    group, and the order of that sum must not depend on how many others are in the call.
+    """
+    problem = call.problem
+    heads = math.prod((*problem.batch, *problem.heads))
+    numbers = problem.key_length * (problem.width + problem.value_width)
+    together = capacity(BUDGET, tile)
+    if heads * numbers > _WORTH_SHARING:
+        least = problem.groups if whole_groups else 1
+        together = min(together, max(least, heads // _SHARES))
+    by_item = {name for name, limit in call.limits.items() if isinstance(limit, np.ndarray)}
+    if by_item & {"low", "high"} or (by_item and problem.span is not None):
+        # Tiles are cut to what the rows reach, and an item gets the bits that it gets alone.
+        together = min(together, math.prod(problem.heads))
+    return together
 
 
 def capacity(budget: int, tile: int) -> int:

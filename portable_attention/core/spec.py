@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from portable_attention.core.problem import Call, Problem, swap_heads
 
 LAYOUTS = ("bhld", "blhd")
 ENGINES = ("auto", "portable")
+_known_problem = lru_cache(maxsize=256)(Problem)  # to make one takes longer than to find it
 _FAR_CAP = 1e-8  # of the largest number: scores that near it would be alone in their softmax
 
 
@@ -86,7 +88,8 @@ def validate(
     )
     scores = (query_length, key_length) if headless else (*batch, heads, query_length, key_length)
     rate, seed = check_dropout(backend, device, dropout)
-    problem = Problem(
+    make = _known_problem if backend.on_host else Problem  # symbolic sizes cannot be looked up
+    problem = make(
         batch=batch,
         kv_heads=kv_heads,
         groups=groups,
@@ -121,11 +124,11 @@ def validate(
 
 def check_choice(name: str, given: Any, allowed: tuple[str, ...]) -> None:
     """Check an option that is one of a few words."""
+    if isinstance(given, str) and given in allowed:
+        return
     words = ", ".join(repr(choice) for choice in allowed)
-    if not isinstance(given, str):
-        raise TypeError(f"{name} must be one of {words}, got {given!r}")
-    if given not in allowed:
-        raise ValueError(f"{name} must be one of {words}, got {given!r}")
+    kind = ValueError if isinstance(given, str) else TypeError
+    raise kind(f"{name} must be one of {words}, got {given!r}")
 
 
 def _check_engine(engine: Any) -> None:
@@ -139,6 +142,8 @@ def _check_engine(engine: Any) -> None:
 
 def common_device(backend: Backend, arrays: dict[str, Array]) -> Any:
     """Return the device of all these arrays, or raise ValueError."""
+    if backend.on_host:
+        return "cpu"
     placed = {name: backend.device(array) for name, array in arrays.items()}
     first, device = next(
         ((name, device) for name, device in placed.items() if device is not None), ("", None)
@@ -183,7 +188,7 @@ def _pad(backend: Backend, array: Array, rank: int) -> Array:
     missing = rank - array.ndim
     if missing <= 0:
         return array
-    return backend.xp.reshape(array, (*([1] * missing), *array.shape))
+    return backend.reshape(array, (*([1] * missing), *array.shape))
 
 
 def _check_shapes(
@@ -192,26 +197,33 @@ def _check_shapes(
     """Check that query, key and value fit together; return their common batch axes."""
     shapes = {name: tuple(arrays[name].shape) for name in ("query", "key", "value")}
     query, key, value = shapes.values()
-    axes = "(..., H, L, D)" if layout == "bhld" else "(..., L, H, D)"
-    listed = ", ".join(f"{name} {shape}" for name, shape in given.items())
-    listed += " as " + ("(L, D)" if all(len(shape) == 2 for shape in given.values()) else axes)
+
+    def error(message: str, hint: str = "") -> ValueError:
+        axes = "(..., H, L, D)" if layout == "bhld" else "(..., L, H, D)"
+        listed = ", ".join(f"{name} {shape}" for name, shape in given.items())
+        listed += " as " + ("(L, D)" if all(len(shape) == 2 for shape in given.values()) else axes)
+        return ValueError(f"{message}{listed}{hint}")
+
     if key[-3] != value[-3]:
-        raise ValueError(f"key and value must have the same number of heads, got {listed}")
+        raise error("key and value must have the same number of heads, got ")
     if query[-3] == 0 or key[-3] == 0:
-        raise ValueError(f"the number of heads may not be 0, got {listed}")
+        raise error("the number of heads may not be 0, got ")
     if query[-3] % key[-3]:
-        raise ValueError(
+        raise error(
             f"the query heads must be a multiple of the key/value heads, "
-            f"got {query[-3]} and {key[-3]}: {listed}" + _layout_hint(shapes, layout)
+            f"got {query[-3]} and {key[-3]}: ",
+            _layout_hint(shapes, layout),
         )
     if query[-1] != key[-1]:
-        raise ValueError(f"query and key must have the same width D, got {listed}")
+        raise error("query and key must have the same width D, got ")
     if key[-2] != value[-2]:
-        raise ValueError(f"key and value must have the same length Lk, got {listed}")
+        raise error("key and value must have the same length Lk, got ")
+    if query[:-3] == key[:-3] == value[:-3]:
+        return query[:-3]
     try:
         return np.broadcast_shapes(query[:-3], key[:-3], value[:-3])
     except ValueError:
-        raise ValueError(f"the batch axes must broadcast together, got {listed}") from None
+        raise error("the batch axes must broadcast together, got ") from None
 
 
 def _layout_hint(shapes: dict[str, tuple[int, ...]], layout: str) -> str:
@@ -223,7 +235,7 @@ def _layout_hint(shapes: dict[str, tuple[int, ...]], layout: str) -> str:
 
 def _split_heads(backend: Backend, array: Array, kv_heads: int) -> Array:
     """Turn (..., H, rows, columns) into (..., Hkv, G, rows, columns), a view."""
-    return backend.xp.reshape(array, _split_shape(tuple(array.shape), kv_heads))
+    return backend.reshape(array, _split_shape(tuple(array.shape), kv_heads))
 
 
 def _split_shape(shape: tuple[int, ...], kv_heads: int) -> tuple[int, ...]:
@@ -292,7 +304,7 @@ def _check_sinks(backend: Backend, sinks: Array | None, kv_heads: int, groups: i
         raise ValueError(
             f"sinks must have shape (Hq,) = ({kv_heads * groups},), got {tuple(sinks.shape)}"
         )
-    return backend.xp.reshape(sinks, (kv_heads, groups, 1, 1))
+    return backend.reshape(sinks, (kv_heads, groups, 1, 1))
 
 
 def _check_scale(scale: Any, width: int, compute_dtype: str) -> float:
