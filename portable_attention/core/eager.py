@@ -124,6 +124,10 @@ class Part:
             backend.asarray(picked[1], device, "int32"),
         )
 
+    def columns(self, found: plan.Reach, block_k: int) -> Iterator[tuple[int, int]]:
+        """Return the tiles of keys that a reach touches, which lie alike for all rows."""
+        return plan.tiles(found, block_k, self.call.problem.key_length)
+
     def tiles(
         self, rows: tuple[int, int], block_k: int, *, trim: bool = False, finite: bool = False
     ) -> Iterator[Tile]:
@@ -140,8 +144,7 @@ class Part:
             keys_of_rows = row_keys(self.call.seed, *self.dropout_indices, row_numbers)
         found = plan.reach(self.limits, rows, problem.key_length)
         limited = bool(self.limits.items())
-        free = problem.span is not None and problem.block_size is None
-        for columns in plan.tiles(found, block_k, problem.key_length, free=free):
+        for columns in self.columns(found, block_k):
             here = rows
             conditions = []
             if limited and not found.covers(*columns):

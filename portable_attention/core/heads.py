@@ -57,6 +57,11 @@ class Heads(eager.Part):
             self._bands[place] = band
         return [self._bands[place]]
 
+    def columns(self, found: plan.Reach, block_k: int) -> Iterator[tuple[int, int]]:
+        problem = self.call.problem
+        free = problem.span is not None and problem.block_size is None
+        return plan.tiles(found, block_k, problem.key_length, free=free)
+
     def singles(self) -> Iterator[Heads]:
         """Return each head of this chunk by itself."""
         starts = [range(cut.start, cut.stop) for cut in self.index]

@@ -40,7 +40,7 @@ def run(call: Call, dtype: Any) -> tuple[Array, Array]:
     lse = np.empty(problem.output_shape[:-1], problem.compute_dtype)
     sizes = (*problem.batch, *problem.heads)
     block_q, block_k = plan.host_block_sizes(problem)
-    capacity = plan.host_capacity(problem, block_q * block_k)
+    capacity = plan.host_capacity(call, block_q * block_k)
     starts = range(0, problem.query_length, block_q)
     bands: dict[tuple[Any, ...], Array] = {}
 

@@ -42,7 +42,7 @@ def run(call: Call, given: Cotangents) -> dict[str, Array]:
     # The same memory layout whatever the caller's: BLAS gives other bits for other strides.
     given = given.map(np.ascontiguousarray)
     block_q, block_k = plan.host_block_sizes(problem)
-    capacity = plan.host_capacity(problem, block_q * block_k)
+    capacity = plan.host_capacity(call, block_q * block_k, whole_groups=True)
     chunks = list(plan.chunks((*problem.batch, *problem.heads), capacity))
     groups = _groups(call, chunks)
     starts = range(0, problem.query_length, block_q)
@@ -131,10 +131,10 @@ class _Gathered:
         self.targets = {name: plan.take(array, heads.index) for name, array in results.items()}
         block_k, length = heads.block_k, heads.call.problem.key_length
         reached = [plan.reach(heads.limits, rows, length) for rows in run_of_rows]
-        # Only the keys that these rows reach, on the grid of the tiles.
-        self.first = min(one.first for one in reached) // block_k * block_k
-        last = max(one.stop for one in reached)
-        self.stop = max(self.first, min(-(-last // block_k) * block_k, length))
+        # Only the keys in the tiles of these rows.
+        touched = [columns for found in reached for columns in heads.columns(found, block_k)]
+        self.first = min((first for first, _ in touched), default=0)
+        self.stop = max((stop for _, stop in touched), default=0)
         self.rows: tuple[int, int] = (0, 0)
         self.gathered: dict[str, Array] = {}
         self.shared_bias: Array | None = None

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from portable_attention.core.problem import Limits, Problem, is_host
+from portable_attention.core.problem import Call, Limits, Problem, is_host
 
 # Measured with NumPy on two cores of an AMD EPYC (512 KiB of L2 each), d = 64 and 128: 512 x 512
 # float32 scores are 1 MiB, where the products run at full speed and the passes over the scores
@@ -202,13 +202,23 @@ def take_limits(limits: Limits, index: Index) -> Limits:
     return Limits(**{name: part(limit) for name, limit in limits.items()})
 
 
-def host_capacity(problem: Problem, tile: int) -> int:
-    """Return how many heads are done together: enough to fill a tile, few enough to share out."""
+def host_capacity(call: Call, tile: int, *, whole_groups: bool = False) -> int:
+    """Return how many heads are done together: enough to fill a tile, few enough to share out.
+
+    With `whole_groups`, sharing out splits no group: the gradients of a key are summed over its
+    group, and the order of that sum must not depend on how many others are in the call.
+    """
+    problem = call.problem
     heads = math.prod((*problem.batch, *problem.heads))
     numbers = problem.key_length * (problem.width + problem.value_width)
     together = capacity(BUDGET, tile)
     if heads * numbers > _WORTH_SHARING:
-        together = min(together, max(1, heads // _SHARES))
+        least = problem.groups if whole_groups else 1
+        together = min(together, max(least, heads // _SHARES))
+    by_item = {name for name, limit in call.limits.items() if isinstance(limit, np.ndarray)}
+    if by_item & {"low", "high"} or (by_item and problem.span is not None):
+        # Tiles are cut to what the rows reach, and an item gets the bits that it gets alone.
+        together = min(together, math.prod(problem.heads))
     return together
 
 
