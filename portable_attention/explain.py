@@ -197,7 +197,7 @@ def _tiling(call: Call) -> tuple[str, tuple[int, int], int, int]:
     if name == "host tiles":
         tile = plan.host_block_sizes(problem)
         together = min(
-            plan.host_capacity(problem, tile[0] * tile[1]),
+            plan.host_capacity(call, tile[0] * tile[1]),
             math.prod((*problem.batch, *problem.heads)),
         )
         workers = usable_threads()

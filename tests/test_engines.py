@@ -54,6 +54,26 @@ def test_heads_after_length(taken):
     assert_accurate(output.transpose(-3, -2).numpy(), lse.numpy(), reference_of(**inputs))
 
 
+VIEWS = {
+    "columns apart": lambda array: array[..., ::2],
+    "columns swapped with rows": lambda array: array.mT.contiguous().mT,
+    "one row for all": lambda array: array[..., :1, :].expand(array.shape),
+    "one column for all": lambda array: array[..., :1].expand(array.shape),
+    "one head for all": lambda array: array[:, :1].expand(array.shape),
+    "rows apart": lambda array: array[..., ::2, :],
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_how_a_tensor_lies_in_memory_changes_nothing(taken, view):
+    _, own = tensors(heads=3, queries=40, keys=40, width=8, value_width=8)
+    views = {name: VIEWS[view](array) for name, array in own.items()}
+    output, lse = attention(**views, causal=True, return_lse=True)
+    assert taken[0] is not None
+    inputs = {name: array.numpy() for name, array in views.items()}
+    assert_accurate(output.numpy(), lse.numpy(), reference_of(**inputs, causal=True))
+
+
 REFUSED = {
     "window": {"window": (2, 0)},
     "offset": {"causal": True, "query_offset": 1},

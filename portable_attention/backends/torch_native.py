@@ -73,7 +73,7 @@ class FlashOnCpu:
     def run(self, call: Call) -> tuple[Array, Array] | None:
         problem = call.problem
         query, key, value = (
-            torch.reshape(array, (-1, problem.kv_heads, *array.shape[-2:]))
+            _in_rows(torch.reshape(array, (-1, problem.kv_heads, *array.shape[-2:])))
             for array in (call.query, call.key, call.value)
         )
         output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -84,6 +84,15 @@ class FlashOnCpu:
             return None
         shape = problem.output_shape
         return torch.reshape(output, shape), torch.reshape(lse, shape[:-1])
+
+
+def _in_rows(array: Array) -> Array:
+    """Return an array whose rows are packed and apart: of others the kernel makes nonsense."""
+    *_, rows, columns = array.shape
+    if array.stride(-1) == 1 and (rows == 1 or array.stride(-2) >= columns):
+        return array
+    copied: Array = array.contiguous()
+    return copied
 
 
 def _is(limit: Any, number: int) -> bool:
