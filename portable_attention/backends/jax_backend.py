@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -28,6 +29,11 @@ class JaxBackend(Backend):
 
     def make_ops(self) -> Ops:
         return JaxOps(jnp)
+
+    def settings(self, device: Any) -> AbstractContextManager[None]:
+        # Users may have forbidden themselves what tiles, rows and columns do all the time.
+        allowed: AbstractContextManager[None] = jax.numpy_rank_promotion("allow")
+        return allowed
 
     def asarray(self, values: np.ndarray[Any, Any], device: Any, dtype: str) -> Array:
         return jnp.asarray(values, dtype=dtype)
