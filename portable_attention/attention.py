@@ -78,9 +78,9 @@ def attention(
     layout : {"bhld", "blhd"}, default "bhld"
         "blhd" takes query, key and value, and returns the output, as (..., L, H, D); all three have
         the same rank then. mask, bias and lse keep the heads first.
-    engine : {"auto", "portable"}, default "auto"
-        "portable" always runs the tiles of this library; "auto" may choose a faster way that gives
-        the same answer, and equals "portable" in this version.
+    engine : {"auto", "portable", "native"}, default "auto"
+        "portable" runs the tiles of this library, "native" demands a fused kernel of the arrays'
+        library that keeps to the rules, and "auto" takes the faster one of those that can.
     block_size : (queries, keys), optional
         The size of a tile, by default from the shapes. It changes speed and memory alone.
 

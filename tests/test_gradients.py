@@ -103,6 +103,13 @@ def test_restrictions(backend: Backend, explicit, way):
     )
 
 
+def test_a_window_over_several_tiles_of_the_own_size(backend: Backend, explicit):
+    """Tiles that begin where the window does: they end beyond it, and overlap those of others."""
+    arguments = make_inputs(batch=(), heads=1, queries=721, keys=721)
+    arguments |= {"window": (16, 119), "key_lengths": 700}
+    check(backend, arguments, how={"explicit": explicit}, **cotangents_of(arguments))
+
+
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
 @pytest.mark.parametrize("way", ["mask", "bias", "together"])
 def test_masked_garbage_has_no_gradient_and_spoils_none(backend: Backend, explicit, way, poison):

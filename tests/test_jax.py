@@ -5,7 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from portable_attention import Dropout, attention, merge_states, partial_attention
+from portable_attention import (
+    Dropout,
+    attention,
+    attention_vjp,
+    merge_states,
+    partial_attention,
+)
 
 from . import oracle
 from .accuracy import assert_accurate, reference_of
@@ -186,3 +192,26 @@ def test_combinations_without_64_bits(backend: Backend, number):
             keep_numpy=numpy_options,
         )
     assert_accurate(output, lse, reference_of(**call.inputs, **call.expected))
+
+
+def test_rank_promotion_may_be_forbidden():
+    """Whoever forbids it to find faults of his own gets none of ours."""
+    x = jnp.ones((2, 4, 9, 8))
+    y = jnp.ones((2, 2, 9, 8))
+    options = {
+        "causal": True,
+        "query_offset": jnp.asarray([0, 2]),
+        "key_lengths": np.array([3, 9]),
+        "bias": jnp.ones((9,)),
+        "sinks": jnp.ones((4,)),
+        "dropout": Dropout(0.5, 1),
+        "block_size": (4, 4),
+    }
+    plain = attention(x, y, y, **options)
+    with jax.numpy_rank_promotion("raise"):
+        found = jax.jit(lambda x, y: attention(x, y, y, **options))(x, y)
+        jax.grad(lambda x, y: attention(x, y, y, **options).sum(), argnums=(0, 1))(x, y)
+        _, pullback = attention_vjp(x, y, y, **options)
+        pullback(x)
+        merge_states(*[partial_attention(x, y, y, **options)] * 2)
+    np.testing.assert_allclose(found, plain, rtol=1e-6)

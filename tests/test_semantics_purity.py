@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 from threadpoolctl import threadpool_limits
 
+from portable_attention import attention_vjp
+
 from .accuracy import assert_accurate, reference_of
 from .backends import BACKENDS, Backend
 from .dtypes import numpy_dtype
@@ -178,6 +180,46 @@ def test_numpy_gives_each_item_the_bits_it_has_alone(backend: Backend, number):
             assert_same_bits(alone, [result[item, 2 * group : 2 * group + 2] for result in whole])
 
 
+OFFSETS = {"query_offset": np.array([0, 37, -50])}
+LENGTHS = {"query_offset": "end", "key_lengths": np.array([300, 190, 7])}
+
+
+@pytest.mark.needs(library="numpy")
+@pytest.mark.parametrize("window", [None, (100, 20), (16, 16), (50, None)])
+@pytest.mark.parametrize("places", [OFFSETS, LENGTHS], ids=["offsets", "lengths"])
+def test_numpy_gives_each_item_its_bits_wherever_others_stand(backend: Backend, window, places):
+    """Items that reach other keys than their neighbours do, and so other tiles."""
+    del backend  # the NumPy one
+    inputs = make_inputs(batch=(3,), queries=300, keys=300, width=8)
+    options = {"causal": window is None, "window": window, **places}
+    assert_items_have_their_own_bits({**inputs, **options})
+
+
+@pytest.mark.needs(library="numpy")
+def test_numpy_gives_gradients_of_groups_their_bits(backend: Backend):
+    """Enough items to share out: the sum over the heads of a group is the same whatever they do."""
+    del backend  # the NumPy one
+    sizes = {"heads": 4, "key_heads": 1, "queries": 650, "keys": 330, "width": 64}
+    assert_items_have_their_own_bits(make_inputs(batch=(5,), **sizes))
+
+
+def assert_items_have_their_own_bits(arguments):
+    """Compare outputs and gradients with those of each batch item alone."""
+
+    def call(arguments):
+        output, pullback = attention_vjp(**arguments)
+        return (output, *pullback(output)[:3])
+
+    whole = call(arguments)
+    for item in range(len(whole[0])):
+        one = slice(item, item + 1)
+        alone = {
+            name: value[one] if isinstance(value, np.ndarray) else value
+            for name, value in arguments.items()
+        }
+        assert_same_bits(call(alone), [result[one] for result in whole])
+
+
 def test_every_backend_gives_the_results_of_numpy(backend: Backend):
     """Without the oracle between them: the same call, the same answer within its rounding."""
     for number in backend.few(range(1000, 1040), 2):
@@ -190,3 +232,19 @@ def test_every_backend_gives_the_results_of_numpy(backend: Backend):
             (here.lse, there.lse, reference.lse_allowance),
         ):
             np.testing.assert_allclose(one, other, rtol=0, atol=2 * allowance)
+
+
+@pytest.mark.needs(library="numpy")
+@pytest.mark.parametrize("queries", [1, 5, 31, 32, 40])
+@pytest.mark.parametrize("scale", [None, 3.0])
+def test_numpy_gives_small_calls_the_bits_of_large_ones(backend: Backend, queries, scale, dtype):
+    """Calls of a tile or less go another way, which must not show."""
+    inputs = make_inputs(
+        batch=(60,), heads=4, key_heads=2, queries=queries, keys=37, width=16, dtype=dtype
+    )
+    inputs["value"][0] = -0.0
+    inputs["value"][1, 0, 3] = np.nan
+    whole = attend(backend, **inputs, scale=scale)
+    for item in range(3):
+        part = {name: array[item] for name, array in inputs.items()}
+        assert_same_bits(attend(backend, **part, scale=scale), [one[item] for one in whole])

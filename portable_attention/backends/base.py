@@ -7,6 +7,7 @@ defaults and nothing else. A library that can do better overrides single methods
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
 from types import ModuleType
 from typing import Any, TypeAlias
 
@@ -18,7 +19,12 @@ Array: TypeAlias = Any  # of whichever library the call is made with
 def dtype_name(array: Array) -> str:
     """Return the plain name of an array's dtype, such as "float32" or "bfloat16"."""
     dtype = array.dtype
-    return dtype.name if isinstance(dtype, np.dtype) else str(dtype).rpartition(".")[2]
+    return _numpy_name(dtype) if isinstance(dtype, np.dtype) else str(dtype).rpartition(".")[2]
+
+
+@lru_cache(maxsize=256)
+def _numpy_name(dtype: np.dtype[Any]) -> str:
+    return dtype.name
 
 
 class Ops:
@@ -101,7 +107,11 @@ class Backend:
     name = "array"  # as users know it, for messages
     schedule = "eager"  # how its arrays are run: "eager", or "scan" under a trace
     takes_numpy = False  # whether NumPy arrays are taken as constants
+    on_host = False  # whether all its arrays lie in host memory
     uses_host_blas = True  # whether its products may be those of NumPy's BLAS
+
+    kernels: tuple[Any, ...] = ()  # its fused attention kernels, `core.engines.Kernel`
+    unconnected: dict[str, str] = {}  # noqa: RUF012, those that nothing here runs, and why
 
     def __init__(self, xp: ModuleType, name: str | None = None) -> None:
         self.xp = xp
@@ -121,6 +131,9 @@ class Backend:
     def asarray(self, values: np.ndarray[Any, Any], device: Any, dtype: str) -> Array:
         """Put small host values (lengths, offsets, seeds) on a device."""
         return self.xp.asarray(values.tolist(), dtype=self.dtype(dtype), device=device)
+
+    def reshape(self, array: Array, shape: tuple[int, ...]) -> Array:
+        return self.xp.reshape(array, shape)
 
     def autocast(self, *arrays: Array) -> tuple[Array, ...]:
         """Return query, key and value in the dtype that the library's user asked products to be."""
@@ -156,6 +169,14 @@ class Backend:
         low = (wide & 0xFFFFFFFF) ^ 0x80000000
         words = self.xp.stack([low - 0x80000000, wide >> 32])
         return self.xp.astype(words, self.xp.int32)
+
+    def reshaped(self, array: Array, shape: tuple[int, ...]) -> Array:
+        """Return a mask or bias, which may be as large as the scores, in another shape."""
+        return self.reshape(array, shape)
+
+    def whole(self, array: Array | None) -> Array | None:
+        """Return the array that `reshaped` stands for."""
+        return array
 
     def device(self, array: Array) -> Any:
         """Return where an array lies; None where it may still go anywhere."""

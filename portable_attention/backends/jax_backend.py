@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -19,9 +22,18 @@ class JaxBackend(Backend):
     schedule = "scan"
     takes_numpy = True
     uses_host_blas = False
+    unconnected = {  # noqa: RUF012
+        "jax.nn.dot_product_attention": "not connected: on a CPU it makes an array of shape "
+        "(Lq, Lk), and its GPU kernels are not yet checked",
+    }
 
     def make_ops(self) -> Ops:
         return JaxOps(jnp)
+
+    def settings(self, device: Any) -> AbstractContextManager[None]:
+        # Users may have forbidden themselves what tiles, rows and columns do all the time.
+        allowed: AbstractContextManager[None] = jax.numpy_rank_promotion("allow")
+        return allowed
 
     def asarray(self, values: np.ndarray[Any, Any], device: Any, dtype: str) -> Array:
         return jnp.asarray(values, dtype=dtype)
@@ -32,6 +44,12 @@ class JaxBackend(Backend):
             largest = jnp.finfo(jnp.asarray(0.0).dtype).max
             array = np.where(np.isfinite(array), np.clip(array, -largest, largest), array)
         return jnp.asarray(array)
+
+    def reshaped(self, array: Array, shape: tuple[int, ...]) -> Array:
+        return Reshaped(array, shape)
+
+    def whole(self, array: Array | None) -> Array | None:
+        return jnp.reshape(array.array, array.shape) if isinstance(array, Reshaped) else array
 
     def split_seed(self, seed: Array) -> Array:
         bits = 8 * seed.dtype.itemsize
@@ -73,6 +91,19 @@ class JaxBackend(Backend):
 
     def score_budget(self, device: Any) -> int:
         return 1 << 20 if jax.default_backend() == "cpu" else 1 << 25
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["shape"])
+@dataclass(frozen=True)
+class Reshaped:
+    """An array that gets another shape where it is compiled: before, that would copy it."""
+
+    array: Array
+    shape: tuple[int, ...]
+
+    @property
+    def dtype(self) -> Any:
+        return self.array.dtype
 
 
 class JaxOps(Ops):

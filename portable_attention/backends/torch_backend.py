@@ -13,6 +13,7 @@ import torch
 
 from portable_attention.backends.base import Array, Backend
 from portable_attention.backends.numpy_backend import numpy_backend
+from portable_attention.backends.torch_native import FlashOnCpu
 
 
 class TorchBackend(Backend):
@@ -20,6 +21,11 @@ class TorchBackend(Backend):
 
     name = "torch"
     uses_host_blas = False
+    kernels = (FlashOnCpu(),)
+    unconnected = {  # noqa: RUF012
+        "torch scaled_dot_product_attention (CUDA)": "not connected: not yet checked on a GPU",
+        "torch flex_attention": "not connected: it must be compiled for each kind of call",
+    }
 
     def asarray(self, values: np.ndarray[Any, Any], device: Any, dtype: str) -> Array:
         return torch.as_tensor(values.tolist(), dtype=self.dtype(dtype), device=device)
@@ -156,9 +162,13 @@ def transforming() -> bool:
 
 def _has_memory(array: Array) -> bool:
     """Whether a CPU tensor is plain memory that NumPy can see."""
+    return is_plain(array) and (array.dtype != torch.bfloat16 or _has_bfloat16())
+
+
+def is_plain(array: Array) -> bool:
+    """Whether a tensor is nothing but strided memory."""
     plain = type(array) in (torch.Tensor, torch.nn.Parameter)
-    strided = array.layout == torch.strided and not torch.compiler.is_compiling()
-    return plain and strided and (array.dtype != torch.bfloat16 or _has_bfloat16())
+    return plain and array.layout == torch.strided and not torch.compiler.is_compiling()
 
 
 @cache

@@ -79,7 +79,7 @@ def row_gradients(
     share = 1.0 / (1.0 - problem.dropout_rate) if problem.dropout_rate < 1.0 else 0.0
 
     for met in part.tiles(rows, block_k):
-        columns, key, value, bias, allowed, kept = met
+        _, columns, key, value, bias, allowed, kept = met
         weights, slope = _weights(part, query, late_scale, met, shift)
         if careful:
             key, value = finite_or_zero(xp, key), finite_or_zero(xp, value)

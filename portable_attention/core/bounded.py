@@ -6,8 +6,6 @@ base the library is fastest in, with the factor between the bases in the scale o
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from portable_attention.backends import Array
@@ -42,39 +40,41 @@ def attend_bounded(
     """
     ops = heads.ops
     scores_of = _Scores(heads, query)
-    garbage = _Garbage(heads) if careful and not heads.ordinary_values else None
-    total = sums = None
-    occupied: Any = False
-    for met in heads.tiles(rows, heads.block_k):
-        weights = ops.exp_of_units(scores_of(met.key))
-        if careful:
-            occupied = eager.any_allowed(np, occupied, met.allowed)
-        if met.allowed is not None:
-            weights = (
-                ops.select(weights, met.allowed, 0.0)
-                if careful
-                else ops.multiply(weights, met.allowed)
-            )
-        added = ops.row_sum(weights)
-        total = added if total is None else total + added
+    garbage = _Garbage(heads, rows[1] - rows[0]) if careful and not heads.ordinary_values else None
+    shape = (*heads.lead, rows[1] - rows[0])
+    total = np.zeros((*shape, 1), heads.dtype)
+    sums = ops.buffer("sums", (*shape, heads.call.problem.value_width), heads.dtype)
+    begun = False
+    occupied = np.zeros(total.shape, bool) if careful else None
+    for met in heads.tiles(rows, heads.block_k, trim=True):
+        here = slice(*met.rows)
+        weights = ops.exp_of_units(scores_of(here, met.key))
+        if occupied is not None:
+            occupied[..., here, :] |= True if met.allowed is None else _any(met.allowed)
+        if met.allowed is not None and careful:
+            weights = ops.select(weights, met.allowed, 0.0)
+        elif met.allowed is not None:
+            weights = ops.multiply(weights, met.allowed)
+        total[..., here, :] += ops.row_sum(weights)
         if met.kept is not None:
             weights = ops.select(weights, met.kept, 0.0)
         value = met.value if garbage is None else garbage.remove(met, weights.shape)
-        if sums is None:
-            sums = ops.product(weights, value, "sums")
+        if begun or met.rows != (0, shape[-1]):
+            if not begun:
+                sums[...] = 0.0
+            product = ops.product(weights, value)
+            np.add(sums[..., here, :], product, out=sums[..., here, :])
         else:
-            sums = ops.add(sums, ops.product(weights, value))
-    if total is None or sums is None:
-        place = (*heads.index, slice(*rows))
-        output[place] = 0.0
-        lse[place] = float("-inf") if heads.sinks is None else heads.sinks[..., 0]
-        return None, None
+            ops.product(weights, value, "sums")
+        begun = True
+    if not begun:
+        sums[...] = 0.0
     if careful:
         # Only a score of +inf makes an infinite sum here; its row is NaN.
         total = np.where(np.isinf(total), np.nan, total)
     wrong, harmed = faults(sums, total)
     # A row that has seen nothing is empty, or has seen scores of -inf alone.
-    if careful:
+    if occupied is not None:
         harmed = either(harmed, (total == 0.0) & occupied)
     elif not finite.all():
         wrong = either(wrong, (total == 0.0) & ~finite)
@@ -94,9 +94,9 @@ class _Scores:
         early, self.late_scale = eager.split_scale(scale, largest=1.5)
         self.query = query if early == 1.0 else self.ops.scaled(query, early, "query")
 
-    def __call__(self, key: Array) -> Array:
+    def __call__(self, rows: slice, key: Array) -> Array:
         ops, cap = self.ops, self.softcap
-        scores = ops.scores(self.query, key)
+        scores = ops.scores(self.query[..., rows, :], key)
         if self.late_scale != 1.0:
             scores = ops.multiply(scores, self.late_scale)
         if cap is not None:
@@ -107,22 +107,23 @@ class _Scores:
 class _Garbage:
     """The values of some heads that are not finite, or too large to be summed as they are."""
 
-    def __init__(self, heads: Heads) -> None:
+    def __init__(self, heads: Heads, rows: int) -> None:
         self.heads = heads
-        self.infinite: tuple[Array, Array] | None = None
+        shape = (*heads.lead, rows, heads.call.problem.value_width)
+        self.infinite = np.zeros(shape, heads.dtype), np.zeros(shape, heads.dtype)
 
     def remove(self, met: eager.Tile, shape: tuple[int, ...]) -> Array:
         """Return the values of a tile without it; remember which rows attend what was removed."""
         backend = self.heads.call.backend
         attended = masking.both([met.allowed, met.kept])
-        self.infinite = eager.add_infinities(backend, self.infinite, met.value, attended, shape)
+        found = eager.add_infinities(backend, None, met.value, attended, shape)
+        for seen, added in zip(self.infinite, found, strict=True):
+            seen[..., slice(*met.rows), :] += added
         return backend.as_finite(met.value) * self.heads.value_factor
 
     def restore(self, output: Array, lse: Array) -> Array:
         """Return an output with what was removed."""
         output = output / self.heads.value_factor
-        if self.infinite is None:
-            return output
         return output + masking.infinite_part(self.heads.call.backend, *self.infinite, lse)
 
 
@@ -167,6 +168,10 @@ def _finish(
     )
     output[place] = found if garbage is None else garbage.restore(found, found_lse)
     lse[place] = found_lse
+
+
+def _any(allowed: Array) -> Array:
+    return allowed.any(axis=-1, keepdims=True)
 
 
 def _all_finite(sums: Array) -> Array:

@@ -18,8 +18,9 @@ from portable_attention.core.problem import Call, Limits, Problem
 
 
 class Tile(NamedTuple):
-    """What a block of rows meets in a block of keys; None where there is nothing to apply."""
+    """What rows of a block meet in a block of keys; None where there is nothing to apply."""
 
+    rows: tuple[int, int]  # within the block
     columns: tuple[int, int]
     key: Array
     value: Array
@@ -123,31 +124,45 @@ class Part:
             backend.asarray(picked[1], device, "int32"),
         )
 
-    def tiles(self, rows: tuple[int, int], block_k: int) -> Iterator[Tile]:
-        """Return the tiles of keys that a block of rows may attend."""
+    def columns(self, found: plan.Reach, block_k: int) -> Iterator[tuple[int, int]]:
+        """Return the tiles of keys that a reach touches, which lie alike for all rows."""
+        return plan.tiles(found, block_k, self.call.problem.key_length)
+
+    def tiles(
+        self, rows: tuple[int, int], block_k: int, *, trim: bool = False, finite: bool = False
+    ) -> Iterator[Tile]:
+        """Return the tiles of keys that a block of rows may attend.
+
+        With `trim`, a tile has only those rows of the block that reach it. With `finite`, a bias of
+        -inf is left to do its work by itself, as it does beside finite scores.
+        """
         backend, problem = self.call.backend, self.call.problem
         dtype = backend.dtype(problem.compute_dtype)
-        keys_of_rows = row_numbers = None
-        limited = bool(self.limits.items())
-        if limited or self.call.seed is not None:
-            row_numbers = backend.xp.reshape(backend.arange(*rows, self.call.device), (-1, 1))
+        keys_of_rows = None
         if self.call.seed is not None:
+            row_numbers = backend.xp.reshape(backend.arange(*rows, self.call.device), (-1, 1))
             keys_of_rows = row_keys(self.call.seed, *self.dropout_indices, row_numbers)
         found = plan.reach(self.limits, rows, problem.key_length)
-        free = problem.span is not None and problem.block_size is None
-        for columns in plan.tiles(found, block_k, problem.key_length, free=free):
+        limited = bool(self.limits.items())
+        for columns in self.columns(found, block_k):
+            here = rows
             conditions = []
-            mixed = limited and not found.covers(*columns)
-            if mixed or keys_of_rows is not None:
-                column_numbers = backend.arange(*columns, self.call.device)
-            if mixed:
-                conditions += masking.within_limits(self.device_limits, row_numbers, column_numbers)
-            bias = masking.block(self.bias, rows, columns)
-            conditions += [masking.block(self.mask, rows, columns), masking.not_masked(bias)]
+            if limited and not found.covers(*columns):
+                if trim:
+                    here = plan.rows_reaching(self.limits, rows, columns)
+                conditions += self._within_limits(here, columns)
+            bias = masking.block(self.bias, here, columns)
+            conditions.append(masking.block(self.mask, here, columns))
+            if not finite:
+                conditions.append(masking.not_masked(bias))
+            local = (here[0] - rows[0], here[1] - rows[0])
             kept = None
             if keys_of_rows is not None:
-                kept = kept_pairs(keys_of_rows, column_numbers, problem.dropout_rate)
+                column_numbers = backend.arange(*columns, self.call.device)
+                picked = tuple(part[..., slice(*local), :] for part in keys_of_rows)
+                kept = kept_pairs(picked, column_numbers, problem.dropout_rate)
             yield Tile(
+                local,
                 columns,
                 self.tile_of("key", columns),
                 self.tile_of("value", columns),
@@ -155,6 +170,18 @@ class Part:
                 masking.both(conditions),
                 kept,
             )
+
+    def _within_limits(self, rows: tuple[int, int], columns: tuple[int, int]) -> list[Array]:
+        if plan.reach(self.limits, rows, self.call.problem.key_length).covers(*columns):
+            return []
+        return self.within_limits(rows, columns)
+
+    def within_limits(self, rows: tuple[int, int], columns: tuple[int, int]) -> list[Array]:
+        """Return which pairs of a tile its limits allow, as conditions that must all hold."""
+        backend, device = self.call.backend, self.call.device
+        row_numbers = backend.xp.reshape(backend.arange(*rows, device), (-1, 1))
+        column_numbers = backend.arange(*columns, device)
+        return masking.within_limits(self.device_limits, row_numbers, column_numbers)
 
 
 def run(call: Call, dtype: Any) -> tuple[Array, Array]:

@@ -13,8 +13,8 @@ from portable_attention.backends.numpy_backend import HostOps
 from portable_attention.core import eager, plan
 from portable_attention.core.problem import Call
 
-# BLAS multiplies by keys that lie in columns 3 to 5 % faster, which pays when enough rows do so.
-_ROWS_FOR_COLUMNS = 1536
+# Patterns of the diagonal in a tile that a call keeps: a few bytes a pair, and few differ.
+_MOST_BANDS = 8
 # Squares below this may have lost digits: a norm counts as its root at the least.
 _SMALL_SQUARE = 1e-30
 
@@ -23,16 +23,44 @@ class Heads(eager.Part):
     """The heads of one chunk, with what their blocks of rows share: widened keys, and bounds."""
 
     def __init__(
-        self, call: Call, index: plan.Index, block_k: int, *, forward: bool = False
+        self,
+        call: Call,
+        index: plan.Index,
+        block_k: int,
+        *,
+        forward: bool = False,
+        bands: dict[tuple[Any, ...], Array] | None = None,
     ) -> None:
         super().__init__(call, index)
         self.block_k = block_k
         self.forward = forward
-        self.in_columns = forward and call.problem.query_length >= _ROWS_FOR_COLUMNS
+        self.in_columns = forward and call.problem.query_length >= plan.ROWS_FOR_COLUMNS
         self.dtype = np.dtype(call.problem.compute_dtype)
         self.ops: HostOps = call.backend.ops
         self._lock = threading.RLock()  # the norms need the widened keys
-        self._shared: dict[str, Any] = {}
+        self._shared: dict[Any, Any] = {}
+        self._bands: dict[tuple[Any, ...], Array] = {} if bands is None else bands
+
+    def within_limits(self, rows: tuple[int, int], columns: tuple[int, int]) -> list[Array]:
+        # Under causal and a window alone, tiles that lie alike beside the diagonal are alike.
+        limits = self.limits
+        moved = limits.key_length is None and limits.query_length is None
+        if not (moved and all(isinstance(limit, int) for _, limit in limits.items())):
+            return super().within_limits(rows, columns)
+        sizes = (rows[1] - rows[0], columns[1] - columns[0])
+        place = (limits.low, limits.high, rows[0] - columns[0], *sizes)
+        if place not in self._bands:
+            (*one, last) = super().within_limits(rows, columns)
+            band = one[0] & last if one else last
+            if len(self._bands) >= _MOST_BANDS:
+                return [band]
+            self._bands[place] = band
+        return [self._bands[place]]
+
+    def columns(self, found: plan.Reach, block_k: int) -> Iterator[tuple[int, int]]:
+        problem = self.call.problem
+        free = problem.span is not None and problem.block_size is None
+        return plan.tiles(found, block_k, problem.key_length, free=free)
 
     def singles(self) -> Iterator[Heads]:
         """Return each head of this chunk by itself."""
@@ -42,7 +70,7 @@ class Heads(eager.Part):
                 slice(part[number], part[number] + 1)
                 for part, number in zip(starts, numbers, strict=True)
             )
-            yield Heads(self.call, index, self.block_k, forward=self.forward)
+            yield Heads(self.call, index, self.block_k, forward=self.forward, bands=self._bands)
 
     def _once(self, name: Any, make: Any) -> Any:
         if name not in self._shared:

@@ -9,6 +9,7 @@ multiplies. Every decision is made head by head, so that no head's bits depend o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -20,38 +21,40 @@ from portable_attention.core import eager, plan, tile
 from portable_attention.core.bounded import attend_bounded, either, faults
 from portable_attention.core.heads import Heads, largest_norm
 from portable_attention.core.problem import Call
+from portable_attention.core.small import attend_small
 from portable_attention.core.threads import Task, run_tasks
 
 # exp(32) = 8e13 leaves room in float32 for sums over any number of keys.
 _SMALL_SCORE = 32.0
 # Far enough from overflow that adding a bias cannot reach it.
 _FINITE_SCORE = 1e30
-# Finding the largest norms costs a pass over the keys, which pays when several rows share it.
-_ROWS_FOR_BOUND = 32
-# Small heads are batched until a tile holds as many scores as one large tile.
-BUDGET = 1 << 18
 
 
 def run(call: Call, dtype: Any) -> tuple[Array, Array]:
     """Return the output (*batch, Hkv, G, Lq, Dv) and the lse (*batch, Hkv, G, Lq) of a call."""
+    found = attend_small(call, dtype)
+    if found is not None:
+        return found
     problem = call.problem
     output = np.empty(problem.output_shape, dtype)
     lse = np.empty(problem.output_shape[:-1], problem.compute_dtype)
     sizes = (*problem.batch, *problem.heads)
     block_q, block_k = plan.host_block_sizes(problem)
-    capacity = plan.capacity(BUDGET, block_q * block_k)
+    capacity = plan.host_capacity(call, block_q * block_k)
     starts = range(0, problem.query_length, block_q)
+    bands: dict[tuple[Any, ...], Array] = {}
 
     def tasks() -> Iterator[Task]:
         for index in plan.chunks(sizes, capacity):
-            heads = Heads(call, index, block_k, forward=True)
+            heads = Heads(call, index, block_k, forward=True, bands=bands)
             # The last rows reach the most keys under causal: they go first.
             for start in reversed(starts):
                 rows = (start, min(start + block_q, problem.query_length))
                 yield partial(_attend, heads, rows, output, lse)
 
     cuts = plan.cuts(sizes, capacity)
-    run_tasks(tasks(), len(starts) * int(np.prod([len(cut) for cut in cuts])))
+    count = len(starts) * math.prod(len(cut) for cut in cuts)
+    run_tasks(tasks(), count, call.backend.ops.release)
     return output, lse
 
 
@@ -62,7 +65,8 @@ def _attend(heads: Heads, rows: tuple[int, int], output: Array, lse: Array) -> N
     bounded = False
     # Scores that are known to be finite are -inf only where they are masked.
     finite: Any = np.False_
-    if problem.query_length >= _ROWS_FOR_BOUND:
+    # Finding the largest norms is a pass over the keys, which does not pay for a few rows.
+    if problem.query_length >= plan.FEW_ROWS:
         norm, finite_rows = largest_norm(query)
         key_norm, finite_keys = heads.largest_keys
         bound = np.sqrt(norm) * np.sqrt(key_norm) * abs(problem.scale)
@@ -79,7 +83,7 @@ def _attend(heads: Heads, rows: tuple[int, int], output: Array, lse: Array) -> N
     if bounded:
         wrong, harmed = attend_bounded(heads, rows, query, finite, output, lse)
     else:
-        wrong, harmed = _attend_any(heads, rows, query, finite, output, lse), None
+        wrong, harmed = attend_any(heads, rows, query, finite, output, lse), None
     if wrong is None and harmed is None:
         return
     for single, met_garbage, lost in zip(
@@ -111,7 +115,7 @@ def _by_head(heads: Heads, rows: tuple[int, int], marked: Array | None) -> Array
     return marked.reshape(-1, shape[-2])
 
 
-def _attend_any(
+def attend_any(
     heads: Heads, rows: tuple[int, int], query: Array, finite: Any, output: Array, lse: Array
 ) -> Array | None:
     """Write the results of a block of rows, relative to a running maximum.
@@ -124,7 +128,7 @@ def _attend_any(
     query = query if early == 1.0 else query * early
     shape = (*heads.lead, rows[1] - rows[0], 1)
     state = tile.start(backend, shape, problem.value_width, query)
-    for met in heads.tiles(rows, heads.block_k):
+    for met in heads.tiles(rows, heads.block_k, finite=True):
         scores = tile.tile_scores(
             backend,
             query,

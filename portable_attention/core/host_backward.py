@@ -21,7 +21,6 @@ from portable_attention.backends import Array
 from portable_attention.core import plan
 from portable_attention.core.backward import Cotangents, row_gradients, sum_to
 from portable_attention.core.heads import Heads
-from portable_attention.core.host import BUDGET
 from portable_attention.core.problem import Call
 from portable_attention.core.threads import Task, run_tasks
 
@@ -43,7 +42,7 @@ def run(call: Call, given: Cotangents) -> dict[str, Array]:
     # The same memory layout whatever the caller's: BLAS gives other bits for other strides.
     given = given.map(np.ascontiguousarray)
     block_q, block_k = plan.host_block_sizes(problem)
-    capacity = plan.capacity(BUDGET, block_q * block_k)
+    capacity = plan.host_capacity(call, block_q * block_k, whole_groups=True)
     chunks = list(plan.chunks((*problem.batch, *problem.heads), capacity))
     groups = _groups(call, chunks)
     starts = range(0, problem.query_length, block_q)
@@ -56,15 +55,16 @@ def run(call: Call, given: Cotangents) -> dict[str, Array]:
         for first in range(0, len(starts), step)
     ]
     turns = _Turns()
+    bands: dict[tuple[Any, ...], Array] = {}
 
     def tasks() -> Iterator[Task]:
         numbers = itertools.count()
         for group in groups:
-            heads = [Heads(call, index, block_k) for index in group]
+            heads = [Heads(call, index, block_k, bands=bands) for index in group]
             for run_of_rows in runs:
                 yield partial(_task, next(numbers), turns, heads, run_of_rows, given, results)
 
-    run_tasks(tasks(), len(groups) * len(runs))
+    run_tasks(tasks(), len(groups) * len(runs), call.backend.ops.release)
     return results
 
 
@@ -131,10 +131,10 @@ class _Gathered:
         self.targets = {name: plan.take(array, heads.index) for name, array in results.items()}
         block_k, length = heads.block_k, heads.call.problem.key_length
         reached = [plan.reach(heads.limits, rows, length) for rows in run_of_rows]
-        # Only the keys that these rows reach, on the grid of the tiles.
-        self.first = min(one.first for one in reached) // block_k * block_k
-        last = max(one.stop for one in reached)
-        self.stop = max(self.first, min(-(-last // block_k) * block_k, length))
+        # Only the keys in the tiles of these rows.
+        touched = [columns for found in reached for columns in heads.columns(found, block_k)]
+        self.first = min((first for first, _ in touched), default=0)
+        self.stop = max((stop for _, stop in touched), default=0)
         self.rows: tuple[int, int] = (0, 0)
         self.gathered: dict[str, Array] = {}
         self.shared_bias: Array | None = None

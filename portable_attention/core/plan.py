@@ -6,13 +6,14 @@ The plan sees shapes and host values only, and knows nothing of any library.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from portable_attention.core.problem import Limits, Problem, is_host
+from portable_attention.core.problem import Call, Limits, Problem, is_host
 
 # Measured with NumPy on two cores of an AMD EPYC (512 KiB of L2 each), d = 64 and 128: 512 x 512
 # float32 scores are 1 MiB, where the products run at full speed and the passes over the scores
@@ -22,6 +23,15 @@ BLOCK = 512
 # count as well: within 3 % of one another from 512 x 256 to 1366 x 256, this is in the middle.
 HOST_ROWS, HOST_KEYS = 640, 320
 _WINDOW_ROWS = 128
+FEW_ROWS = 32
+# BLAS multiplies by keys that lie in columns 3 to 5 % faster, which pays when enough rows do so.
+ROWS_FOR_COLUMNS = 1536
+_KEY_NUMBERS = 1 << 17  # half of the L2
+# Small heads are batched until a tile holds as many scores as one large tile, if that leaves
+# something for the other threads to do.
+BUDGET = 1 << 18
+_SHARES = 8
+_WORTH_SHARING = 1 << 18
 _ALIGNED = 16  # numbers in a vector
 
 Index = tuple[slice, ...]  # into (*batch, Hkv, G)
@@ -43,7 +53,17 @@ def host_block_sizes(problem: Problem) -> tuple[int, int]:
     rows = HOST_ROWS
     if problem.span is not None:
         rows = max(_WINDOW_ROWS, min(rows, problem.span))
-    return _even(problem.query_length, rows), _even(problem.key_length, HOST_KEYS)
+    most_keys = HOST_KEYS
+    if problem.query_length < FEW_ROWS:
+        # No product comes to use a tile of keys again: it is as long as the cache allows.
+        width = max(problem.width, problem.value_width, 1)
+        most_keys = max(HOST_KEYS, _KEY_NUMBERS // width)
+    keys = _even(problem.key_length, most_keys)
+    rows = _even(problem.query_length, rows)
+    if problem.span is None and problem.query_length > rows > keys:
+        # Blocks of rows then meet the diagonal at the same few places of a tile.
+        rows = rows // keys * keys if rows % keys < keys // 2 else -(-rows // keys) * keys
+    return rows, keys
 
 
 def _even(length: int, largest: int) -> int:
@@ -112,20 +132,44 @@ def reach(limits: Limits, rows: tuple[int, int], key_length: int) -> Reach:
     if not all(is_host(limit) for _, limit in limits.items()):
         return Reach(0, key_length, key_length, 0)
     if limits.low is not None:
-        first = min(max(first, start + int(np.min(limits.low))), key_length)
-        inner_first = max(inner_first, stop - 1 + int(np.max(limits.low)))
+        first = min(max(first, start + _least(limits.low)), key_length)
+        inner_first = max(inner_first, stop - 1 + _greatest(limits.low))
     if limits.high is not None:
-        end = min(end, stop - 1 + int(np.max(limits.high)))
-        inner_end = min(inner_end, start + int(np.min(limits.high)))
+        end = min(end, stop - 1 + _greatest(limits.high))
+        inner_end = min(inner_end, start + _least(limits.high))
     if limits.key_length is not None:
-        end = min(end, int(np.max(limits.key_length)))
-        inner_end = min(inner_end, int(np.min(limits.key_length)))
+        end = min(end, _greatest(limits.key_length))
+        inner_end = min(inner_end, _least(limits.key_length))
     if limits.query_length is not None:
-        if start >= int(np.max(limits.query_length)):
+        if start >= _greatest(limits.query_length):
             end = first
-        if stop > int(np.min(limits.query_length)):
+        if stop > _least(limits.query_length):
             inner_end = inner_first
     return Reach(first, max(first, end), inner_first, inner_end)
+
+
+def _least(limit: Any) -> int:
+    return limit if isinstance(limit, int) else int(np.min(limit))
+
+
+def _greatest(limit: Any) -> int:
+    return limit if isinstance(limit, int) else int(np.max(limit))
+
+
+def rows_reaching(
+    limits: Limits, rows: tuple[int, int], columns: tuple[int, int]
+) -> tuple[int, int]:
+    """Return those of the rows [start, stop) that may attend any of the keys, and some around."""
+    start, stop = rows
+    if not all(is_host(limit) for _, limit in limits.items()):
+        return rows
+    if limits.high is not None:
+        start = max(start, columns[0] + 1 - _greatest(limits.high))
+    if limits.low is not None:
+        stop = min(stop, columns[1] - _least(limits.low))
+    start = rows[0] + (start - rows[0]) // _ALIGNED * _ALIGNED
+    stop = min(rows[1], rows[0] - (rows[0] - stop) // _ALIGNED * _ALIGNED)
+    return (start, stop) if start < stop else rows
 
 
 def tiles(
@@ -156,6 +200,26 @@ def take_limits(limits: Limits, index: Index) -> Limits:
         return chosen
 
     return Limits(**{name: part(limit) for name, limit in limits.items()})
+
+
+def host_capacity(call: Call, tile: int, *, whole_groups: bool = False) -> int:
+    """Return how many heads are done together: enough to fill a tile, few enough to share out.
+
+    With `whole_groups`, sharing out splits no group: the gradients of a key are summed over its
+    group, and the order of that sum must not depend on how many others are in the call.
+    """
+    problem = call.problem
+    heads = math.prod((*problem.batch, *problem.heads))
+    numbers = problem.key_length * (problem.width + problem.value_width)
+    together = capacity(BUDGET, tile)
+    if heads * numbers > _WORTH_SHARING:
+        least = problem.groups if whole_groups else 1
+        together = min(together, max(least, heads // _SHARES))
+    by_item = {name for name, limit in call.limits.items() if isinstance(limit, np.ndarray)}
+    if by_item & {"low", "high"} or (by_item and problem.span is not None):
+        # Tiles are cut to what the rows reach, and an item gets the bits that it gets alone.
+        together = min(together, math.prod(problem.heads))
+    return together
 
 
 def capacity(budget: int, tile: int) -> int:

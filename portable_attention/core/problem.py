@@ -84,13 +84,14 @@ class Call:
     device: Any
     headless: bool  # all inputs were 2-D
     layout: str
+    engine: str
 
     def inner(self, array: Array, *, rows: bool = False) -> Array:
         """Bring what is like the output (or, with `rows`, the lse) to the inner axes and dtype."""
         backend, shape = self.backend, self.problem.output_shape
         if not rows and self.layout == "blhd":
             array = swap_heads(backend, array)
-        array = backend.xp.reshape(array, shape[:-1] if rows else shape)
+        array = backend.reshape(array, shape[:-1] if rows else shape)
         return backend.astype(array, backend.dtype(self.problem.compute_dtype))
 
     def outer(self, name: str, gradient: Array, like: Array) -> Array:
@@ -99,20 +100,20 @@ class Call:
         swapped = self.layout == "blhd" and name in ("query", "key", "value")
         if swapped:
             shape = (*shape[:-3], shape[-2], shape[-3], shape[-1])
-        gradient = backend.xp.reshape(gradient, shape)
+        gradient = backend.reshape(gradient, shape)
         if swapped:
             gradient = swap_heads(backend, gradient)
         return backend.astype(gradient, like.dtype)
 
     def restore(self, output: Array, lse: Array) -> tuple[Array, Array]:
         """Bring results (*batch, Hkv, G, Lq, Dv) and (*batch, Hkv, G, Lq) to the caller's axes."""
-        xp, problem = self.backend.xp, self.problem
+        problem, reshape = self.problem, self.backend.reshape
         lead = (*problem.batch, problem.kv_heads * problem.groups)
         if self.headless:
             lead = ()
         length = problem.query_length
-        output = xp.reshape(output, (*lead, length, problem.value_width))
-        lse = xp.reshape(lse, (*lead, length))
+        output = reshape(output, (*lead, length, problem.value_width))
+        lse = reshape(lse, (*lead, length))
         return (swap_heads(self.backend, output) if self.layout == "blhd" else output), lse
 
 

@@ -57,6 +57,7 @@ class _Operand(NamedTuple):
 
 
 def _operand(array: Array | None, problem: Problem) -> _Operand | None:
+    array = jax_backend().whole(array)
     if array is None:
         return None
     full = (*problem.batch, problem.kv_heads)

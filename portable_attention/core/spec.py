@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,8 @@ from portable_attention.core.positions import make_limits
 from portable_attention.core.problem import Call, Problem, swap_heads
 
 LAYOUTS = ("bhld", "blhd")
-ENGINES = ("auto", "portable")
+ENGINES = ("auto", "portable", "native")
+_known_problem = lru_cache(maxsize=256)(Problem)  # to make one takes longer than to find it
 _FAR_CAP = 1e-8  # of the largest number: scores that near it would be alone in their softmax
 
 
@@ -41,7 +43,7 @@ def validate(
 ) -> Call:
     """Check one call of attention and bring its arrays to the axes the algorithm works on."""
     check_choice("layout", layout, LAYOUTS)
-    _check_engine(engine)
+    check_choice("engine", engine, ENGINES)
     given = {"query": query, "key": key, "value": value, "mask": mask, "bias": bias, "sinks": sinks}
     arrays = {name: array for name, array in given.items() if array is not None}
     for name in ("query", "key", "value"):
@@ -86,7 +88,8 @@ def validate(
     )
     scores = (query_length, key_length) if headless else (*batch, heads, query_length, key_length)
     rate, seed = check_dropout(backend, device, dropout)
-    problem = Problem(
+    make = _known_problem if backend.on_host else Problem  # symbolic sizes cannot be looked up
+    problem = make(
         batch=batch,
         kv_heads=kv_heads,
         groups=groups,
@@ -116,29 +119,23 @@ def validate(
         device=device,
         headless=headless,
         layout=layout,
+        engine=engine,
     )
 
 
 def check_choice(name: str, given: Any, allowed: tuple[str, ...]) -> None:
     """Check an option that is one of a few words."""
+    if isinstance(given, str) and given in allowed:
+        return
     words = ", ".join(repr(choice) for choice in allowed)
-    if not isinstance(given, str):
-        raise TypeError(f"{name} must be one of {words}, got {given!r}")
-    if given not in allowed:
-        raise ValueError(f"{name} must be one of {words}, got {given!r}")
-
-
-def _check_engine(engine: Any) -> None:
-    if engine == "native":
-        raise ValueError(
-            "engine='native' is not available: this version connects no native kernels; "
-            "use engine='auto' or engine='portable'"
-        )
-    check_choice("engine", engine, ENGINES)
+    kind = ValueError if isinstance(given, str) else TypeError
+    raise kind(f"{name} must be one of {words}, got {given!r}")
 
 
 def common_device(backend: Backend, arrays: dict[str, Array]) -> Any:
     """Return the device of all these arrays, or raise ValueError."""
+    if backend.on_host:
+        return "cpu"
     placed = {name: backend.device(array) for name, array in arrays.items()}
     first, device = next(
         ((name, device) for name, device in placed.items() if device is not None), ("", None)
@@ -183,7 +180,7 @@ def _pad(backend: Backend, array: Array, rank: int) -> Array:
     missing = rank - array.ndim
     if missing <= 0:
         return array
-    return backend.xp.reshape(array, (*([1] * missing), *array.shape))
+    return backend.reshape(array, (*([1] * missing), *array.shape))
 
 
 def _check_shapes(
@@ -192,26 +189,33 @@ def _check_shapes(
     """Check that query, key and value fit together; return their common batch axes."""
     shapes = {name: tuple(arrays[name].shape) for name in ("query", "key", "value")}
     query, key, value = shapes.values()
-    axes = "(..., H, L, D)" if layout == "bhld" else "(..., L, H, D)"
-    listed = ", ".join(f"{name} {shape}" for name, shape in given.items())
-    listed += " as " + ("(L, D)" if all(len(shape) == 2 for shape in given.values()) else axes)
+
+    def error(message: str, hint: str = "") -> ValueError:
+        axes = "(..., H, L, D)" if layout == "bhld" else "(..., L, H, D)"
+        listed = ", ".join(f"{name} {shape}" for name, shape in given.items())
+        listed += " as " + ("(L, D)" if all(len(shape) == 2 for shape in given.values()) else axes)
+        return ValueError(f"{message}{listed}{hint}")
+
     if key[-3] != value[-3]:
-        raise ValueError(f"key and value must have the same number of heads, got {listed}")
+        raise error("key and value must have the same number of heads, got ")
     if query[-3] == 0 or key[-3] == 0:
-        raise ValueError(f"the number of heads may not be 0, got {listed}")
+        raise error("the number of heads may not be 0, got ")
     if query[-3] % key[-3]:
-        raise ValueError(
+        raise error(
             f"the query heads must be a multiple of the key/value heads, "
-            f"got {query[-3]} and {key[-3]}: {listed}" + _layout_hint(shapes, layout)
+            f"got {query[-3]} and {key[-3]}: ",
+            _layout_hint(shapes, layout),
         )
     if query[-1] != key[-1]:
-        raise ValueError(f"query and key must have the same width D, got {listed}")
+        raise error("query and key must have the same width D, got ")
     if key[-2] != value[-2]:
-        raise ValueError(f"key and value must have the same length Lk, got {listed}")
+        raise error("key and value must have the same length Lk, got ")
+    if query[:-3] == key[:-3] == value[:-3]:
+        return query[:-3]
     try:
         return np.broadcast_shapes(query[:-3], key[:-3], value[:-3])
     except ValueError:
-        raise ValueError(f"the batch axes must broadcast together, got {listed}") from None
+        raise error("the batch axes must broadcast together, got ") from None
 
 
 def _layout_hint(shapes: dict[str, tuple[int, ...]], layout: str) -> str:
@@ -223,9 +227,20 @@ def _layout_hint(shapes: dict[str, tuple[int, ...]], layout: str) -> str:
 
 def _split_heads(backend: Backend, array: Array, kv_heads: int) -> Array:
     """Turn (..., H, rows, columns) into (..., Hkv, G, rows, columns), a view."""
-    *lead, heads, rows, columns = array.shape
+    return backend.reshape(array, _split_shape(tuple(array.shape), kv_heads))
+
+
+def _split_shape(shape: tuple[int, ...], kv_heads: int) -> tuple[int, ...]:
+    *lead, heads, rows, columns = shape
     split = (kv_heads, heads // kv_heads) if heads > 1 else (1, 1)
-    return backend.xp.reshape(array, (*lead, *split, rows, columns))
+    return (*lead, *split, rows, columns)
+
+
+def _per_head(backend: Backend, array: Array, rank: int, kv_heads: int) -> Array:
+    """Turn a mask or bias, of any rank, into (*batch, Hkv, G, rows, columns)."""
+    shape = tuple(array.shape)
+    padded = (*([1] * (rank - len(shape))), *shape)
+    return backend.reshaped(array, _split_shape(padded, kv_heads))
 
 
 def _broadcastable(name: str, array: Array, scores: tuple[int, ...]) -> None:
@@ -253,7 +268,7 @@ def _check_mask(
             "pass numbers that are added to the scores as bias=, or compare first (mask != 0)"
         )
     _broadcastable("mask", mask, scores)
-    return _split_heads(backend, _pad(backend, mask, rank), kv_heads)
+    return _per_head(backend, mask, rank, kv_heads)
 
 
 def _check_bias(
@@ -268,7 +283,7 @@ def _check_bias(
             f"bias must have a real floating dtype ({', '.join(FLOATS)}), got {dtype}: {remedy}"
         )
     _broadcastable("bias", bias, scores)
-    return _split_heads(backend, _pad(backend, bias, rank), kv_heads)
+    return _per_head(backend, bias, rank, kv_heads)
 
 
 def _check_sinks(backend: Backend, sinks: Array | None, kv_heads: int, groups: int) -> Array | None:
@@ -281,7 +296,7 @@ def _check_sinks(backend: Backend, sinks: Array | None, kv_heads: int, groups: i
         raise ValueError(
             f"sinks must have shape (Hq,) = ({kv_heads * groups},), got {tuple(sinks.shape)}"
         )
-    return backend.xp.reshape(sinks, (kv_heads, groups, 1, 1))
+    return backend.reshape(sinks, (kv_heads, groups, 1, 1))
 
 
 def _check_scale(scale: Any, width: int, compute_dtype: str) -> float:

@@ -128,14 +128,21 @@ def _one_thread_here() -> Iterator[None]:
         yield
 
 
-def run_tasks(tasks: Iterator[Task], count: int) -> None:
+def usable_threads() -> int:
+    """Return how many tile threads a call may use: as many as BLAS may."""
+    return min(_guard.threads(), available_cores())
+
+
+def run_tasks(tasks: Iterator[Task], count: int, done: Task = lambda: None) -> None:
     """Run independent tasks, in as many threads as BLAS may use, the caller's own among them.
+
+    Each thread calls `done` when it has no more.
 
     An exception in any of them, Ctrl-C in the caller included, ends the others at their next task
     and is raised when all of them have stopped.
     """
-    helpers = min(_guard.threads(), available_cores(), count) - 1
-    queue = _Queue(tasks)
+    helpers = min(usable_threads(), count) - 1
+    queue = _Queue(tasks, done)
     with one_blas_thread():
         threads = []
         try:
@@ -165,8 +172,9 @@ def _start(queue: _Queue) -> threading.Thread | None:
 class _Queue:
     """Tasks that several threads take from one iterator."""
 
-    def __init__(self, tasks: Iterator[Task]) -> None:
+    def __init__(self, tasks: Iterator[Task], done: Task) -> None:
         self._tasks = tasks
+        self._done = done
         self._lock = threading.Lock()
         self.stopped = False
         self.error: BaseException | None = None
@@ -177,9 +185,12 @@ class _Queue:
 
     def work(self) -> None:
         """Take tasks until there are none, or another thread has failed."""
-        with np.errstate(all="ignore"):
-            while (task := self._next()) is not None:
-                task()
+        try:
+            with np.errstate(all="ignore"):
+                while (task := self._next()) is not None:
+                    task()
+        finally:
+            self._done()
 
     def help(self) -> None:
         """Do the same in a thread that has nobody to raise an error to."""

@@ -1,0 +1,142 @@
+"""The fused kernel of PyTorch for CPUs, where it keeps to the rules and is the faster choice."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from portable_attention.backends.base import Array
+
+if TYPE_CHECKING:
+    from portable_attention.core.problem import Call
+
+# Below so many scores the kernel is always as fast: starting tiles costs more than they do.
+_FEW_SCORES = 1 << 22
+
+
+class FlashOnCpu:
+    """What `scaled_dot_product_attention` runs on a CPU, with the lse that it throws away.
+
+    On x86 its products are those of MKL, which on some processors take twice the time of NumPy's
+    OpenBLAS: whether it is faster is found out once a process.
+    """
+
+    name = "torch flash attention (CPU)"
+
+    def refuses(self, call: Call) -> str | None:
+        problem, limits = call.problem, call.limits
+        if call.device.type != "cpu":
+            return "it runs on the CPU alone"
+        given = [
+            name for name in ("mask", "bias", "sinks", "seed") if getattr(call, name) is not None
+        ]
+        if problem.softcap is not None:
+            given.append("softcap")
+        if limits.low is not None or (limits.high is not None and not _is(limits.high, 1)):
+            given.append("window or query_offset")
+        if limits.key_length is not None or limits.query_length is not None:
+            given.append("lengths")
+        if problem.block_size is not None:
+            given.append("block_size")
+        if given:
+            return f"it has not this meaning of {', '.join(given)}".replace("seed", "dropout")
+        if problem.dtype not in ("float32", "float64"):
+            return f"it rounds the weights to {problem.dtype}"
+        if problem.groups != 1:
+            return "it copies keys and values once a query head"
+        if problem.width != problem.value_width:
+            return "it wants values as wide as keys"
+        if 0 in (*problem.output_shape, problem.key_length, problem.width):
+            return "it stops the process where an axis is empty"
+        lead = call.query.shape[:-3]
+        if call.key.shape[:-3] != lead or call.value.shape[:-3] != lead:
+            return "it copies what is broadcast"
+        return _unplain(call.query, call.key, call.value)
+
+    def is_slower(self, call: Call) -> str | None:
+        problem = call.problem
+        scores = problem.query_length * problem.key_length * problem.kv_heads
+        for size in problem.batch:
+            scores *= size
+        if scores < _FEW_SCORES:
+            return None
+        ratio = _portable_to_native()
+        if ratio >= 1.0:
+            return None
+        return f"the portable tiles took {ratio:.2f} of its time when both were measured"
+
+    def run(self, call: Call) -> tuple[Array, Array] | None:
+        problem = call.problem
+        query, key, value = (
+            _in_rows(torch.reshape(array, (-1, problem.kv_heads, *array.shape[-2:])))
+            for array in (call.query, call.key, call.value)
+        )
+        output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, 0.0, call.limits.high is not None, scale=problem.scale
+        )
+        # A finite sum has finite terms; a sum of finite terms may still overflow.
+        if not bool(torch.isfinite(torch.sum(output)) or torch.isfinite(output).all()):
+            return None
+        shape = problem.output_shape
+        return torch.reshape(output, shape), torch.reshape(lse, shape[:-1])
+
+
+def _in_rows(array: Array) -> Array:
+    """Return an array whose rows are packed and apart: of others the kernel makes nonsense."""
+    *_, rows, columns = array.shape
+    if array.stride(-1) == 1 and (rows == 1 or array.stride(-2) >= columns):
+        return array
+    copied: Array = array.contiguous()
+    return copied
+
+
+def _is(limit: Any, number: int) -> bool:
+    return isinstance(limit, int) and limit == number
+
+
+def _unplain(*arrays: Array) -> str | None:
+    from portable_attention.backends.torch_backend import is_plain, transforming
+
+    if transforming():
+        return "a transform of torch.func, or forward-mode differentiation, is at work"
+    if torch.is_grad_enabled() and any(array.requires_grad for array in arrays):
+        return "its derivative does not keep to the rules"
+    if not all(is_plain(array) for array in arrays):
+        return "the tensors are of a class of their own"
+    return None
+
+
+_measuring = threading.Lock()
+
+
+def _portable_to_native() -> float:
+    with _measuring:
+        return _measured()
+
+
+@cache
+def _measured() -> float:
+    """Return the time of the portable tiles over that of the kernel, on two heads of 1024."""
+    from portable_attention.core import host
+    from portable_attention.core.spec import validate
+
+    query = torch.linspace(-1.0, 1.0, 2 * 1024 * 64).reshape(1, 2, 1024, 64)
+    call = validate(query, query, query)
+    hosted = call.backend.host_call(call)
+    ways: dict[str, Callable[[], Any]] = {
+        "portable": lambda: host.run(hosted, hosted.backend.dtype("float32")),
+        "native": lambda: FlashOnCpu().run(call),
+    }
+    best = dict.fromkeys(ways, float("inf"))
+    for _ in range(4):
+        for name, way in ways.items():
+            time.sleep(0.004)  # OpenMP's threads keep the cores busy for a while after their work
+            start = time.perf_counter()
+            way()
+            best[name] = min(best[name], time.perf_counter() - start)
+    return best["portable"] / best["native"]

@@ -1,0 +1,77 @@
+"""Which engine runs a call: the portable tiles, or a fused kernel of the array's own library.
+
+A kernel takes a call only where it gives all that `docs/semantics.md` promises. NaN and infinities
+are the exception that is found out afterwards: an output that is not finite is computed again by
+the portable tiles, so that no kernel has to be trusted with them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from portable_attention.backends import Array
+
+if TYPE_CHECKING:
+    from portable_attention.core.problem import Call
+
+
+class Kernel(Protocol):
+    """A fused kernel of an array library."""
+
+    name: str
+
+    def refuses(self, call: Call) -> str | None:
+        """Return why the kernel cannot give what this call means, or None."""
+
+    def is_slower(self, call: Call) -> str | None:
+        """Return why the portable tiles are the faster choice, or None."""
+
+    def run(self, call: Call) -> tuple[Array, Array] | None:
+        """Return output (*batch, Hkv, G, Lq, Dv) and lse, or None if they are not finite."""
+
+
+def choose(call: Call, engine: str) -> tuple[Kernel | None, dict[str, str]]:
+    """Return the kernel that is to run a call, None for the portable tiles, and why not others."""
+    passed_over = dict(call.backend.unconnected)
+    chosen = None
+    for kernel in call.backend.kernels:
+        reason = kernel.refuses(call)
+        if reason is None and engine == "portable":
+            reason = "engine='portable' asks for the portable tiles"
+        if reason is None and engine == "auto":
+            reason = kernel.is_slower(call)
+        if reason is None and chosen is not None:
+            reason = f"{chosen.name} comes first"
+        if reason is None:
+            chosen = kernel
+        else:
+            passed_over[kernel.name] = reason
+    if chosen is None and engine == "native":
+        raise ValueError(_why_not(call, passed_over))
+    return chosen, passed_over
+
+
+def run_native(call: Call, engine: str) -> tuple[Array, Array] | None:
+    """Run a call on a native kernel, or return None where that is not to be."""
+    if engine == "portable" or (engine == "auto" and not call.backend.kernels):
+        return None
+    kernel, _ = choose(call, engine)
+    if kernel is None:
+        return None
+    found = kernel.run(call)
+    if found is None and engine == "native":
+        raise ValueError(
+            f"engine='native': the output of {kernel.name} is not finite, and with NaN or "
+            "infinities it does not keep to the rules: use engine='auto' or engine='portable'"
+        )
+    return found
+
+
+def _why_not(call: Call, passed_over: dict[str, str]) -> str:
+    if not passed_over:
+        return (
+            f"engine='native': {call.backend.name} has no attention kernel of its own: "
+            "use engine='auto' or engine='portable'"
+        )
+    reasons = "; ".join(f"{name}: {reason}" for name, reason in passed_over.items())
+    return f"engine='native' cannot take this call ({reasons}): use engine='auto' or 'portable'"

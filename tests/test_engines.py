@@ -1,0 +1,154 @@
+"""A native kernel takes a call only where it keeps to the rules."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from portable_attention import attention
+from portable_attention.backends.torch_native import FlashOnCpu
+
+from .accuracy import assert_accurate, reference_of
+from .problems import make_inputs
+
+torch = pytest.importorskip("torch", reason="needs torch")
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    """Return the list of what the kernel has returned."""
+    results = []
+    run = FlashOnCpu.run
+
+    def noting(self, call):
+        results.append(run(self, call))
+        return results[-1]
+
+    monkeypatch.setattr(FlashOnCpu, "run", noting)
+    return results
+
+
+def tensors(**sizes):
+    inputs = make_inputs(**sizes)
+    return inputs, {name: torch.from_numpy(array) for name, array in inputs.items()}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"scale": -2.0}, {"scale": 0.0}])
+@pytest.mark.parametrize(
+    "sizes", [{"queries": 5}, {"queries": 300, "batch": (2, 3)}, {"batch": ()}]
+)
+def test_the_kernel_is_right_where_it_is_taken(taken, dtype, options, sizes):
+    sizes = {"queries": 7, "keys": sizes.get("queries", 7), "value_width": 4, "width": 4, **sizes}
+    inputs, own = tensors(heads=3, dtype=dtype, **sizes)
+    output, lse = attention(**own, **options, return_lse=True)
+    assert len(taken) == 1
+    assert_accurate(output.numpy(), lse.numpy(), reference_of(**inputs, **options))
+
+
+def test_heads_after_length(taken):
+    inputs, own = tensors(heads=3, width=4, value_width=4)
+    swapped = {name: array.transpose(-3, -2) for name, array in own.items()}
+    output, lse = attention(**swapped, layout="blhd", return_lse=True)
+    assert len(taken) == 1
+    assert_accurate(output.transpose(-3, -2).numpy(), lse.numpy(), reference_of(**inputs))
+
+
+VIEWS = {
+    "columns apart": lambda array: array[..., ::2],
+    "columns swapped with rows": lambda array: array.mT.contiguous().mT,
+    "one row for all": lambda array: array[..., :1, :].expand(array.shape),
+    "one column for all": lambda array: array[..., :1].expand(array.shape),
+    "one head for all": lambda array: array[:, :1].expand(array.shape),
+    "rows apart": lambda array: array[..., ::2, :],
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_how_a_tensor_lies_in_memory_changes_nothing(taken, view):
+    _, own = tensors(heads=3, queries=40, keys=40, width=8, value_width=8)
+    views = {name: VIEWS[view](array) for name, array in own.items()}
+    output, lse = attention(**views, causal=True, return_lse=True)
+    assert taken[0] is not None
+    inputs = {name: array.numpy() for name, array in views.items()}
+    assert_accurate(output.numpy(), lse.numpy(), reference_of(**inputs, causal=True))
+
+
+REFUSED = {
+    "window": {"window": (2, 0)},
+    "offset": {"causal": True, "query_offset": 1},
+    "lengths": {"key_lengths": 3},
+    "mask": {"mask": torch.ones(6, 6, dtype=torch.bool)},
+    "bias": {"bias": torch.zeros(6, 6)},
+    "sinks": {"sinks": torch.zeros(2)},
+    "softcap": {"softcap": 2.0},
+    "block_size": {"block_size": (2, 2)},
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_it_cannot_do_is_named(taken, name):
+    _, own = tensors(heads=2, queries=6, keys=6, width=4, value_width=4)
+    attention(**own, **REFUSED[name])
+    assert taken == []
+    with pytest.raises(ValueError, match="native") as caught:
+        attention(**own, **REFUSED[name], engine="native")
+    assert name in str(caught.value)
+    assert "portable" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"dtype": "float16"}, "float16"),
+        ({"key_heads": 1}, "query head"),
+        ({"value_width": 3}, "wide"),
+        ({"keys": 0}, "empty"),
+        ({"queries": 0}, "empty"),
+    ],
+)
+def test_inputs_it_cannot_take_are_named(taken, change, reason):
+    sizes = {"heads": 2, "queries": 6, "keys": 6, "width": 4, "value_width": 4}
+    _, own = tensors(**{**sizes, **change})
+    assert attention(**own).shape == (*own["query"].shape[:-1], own["value"].shape[-1])
+    assert taken == []
+    with pytest.raises(ValueError, match=reason):
+        attention(**own, engine="native")
+
+
+@pytest.mark.parametrize("poison", [np.nan, np.inf])
+def test_garbage_is_left_to_the_portable_tiles(taken, poison):
+    """The kernel multiplies a masked NaN by 0."""
+    inputs, own = tensors(heads=2, queries=6, keys=6, width=4, value_width=4)
+    inputs["value"][..., 4, 1] = poison
+    own["value"][..., 4, 1] = poison
+    output, lse = attention(**own, causal=True, return_lse=True)
+    assert taken == [None]
+    assert_accurate(output.numpy(), lse.numpy(), reference_of(**inputs, causal=True))
+    assert np.isfinite(output[..., :4, :].numpy()).all()
+    with pytest.raises(ValueError, match="not finite"):
+        attention(**own, causal=True, engine="native")
+
+
+def test_large_finite_sums_are_not_garbage(taken):
+    own = [torch.full((1, 2, 6, 4), number) for number in (0.0, 0.0, 3e37)]
+    assert torch.isfinite(attention(*own, engine="native")).all()
+
+
+def test_libraries_without_a_kernel_say_so():
+    inputs = make_inputs()
+    with pytest.raises(ValueError, match="numpy has no attention kernel"):
+        attention(**inputs, engine="native")
+
+
+def test_gradients_go_through_the_kernel_too(taken):
+    """Its output and lse are what the portable backward pass needs."""
+    _, own = tensors(heads=2, queries=6, keys=6, width=4, value_width=4)
+    found = []
+    for engine in ("auto", "portable"):
+        leaves = [array.double().requires_grad_() for array in own.values()]
+        attention(*leaves, causal=True, engine=engine).square().sum().backward()
+        found.append([leaf.grad for leaf in leaves])
+    assert len(taken) == 1
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)
