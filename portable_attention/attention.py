@@ -8,7 +8,6 @@ from portable_attention.backends import Array
 from portable_attention.core import schedules
 from portable_attention.core.arguments import check_flag
 from portable_attention.core.dropout import Dropout
-from portable_attention.core.problem import Call
 from portable_attention.core.spec import validate
 
 
@@ -148,10 +147,6 @@ def attention(
 
         if torch_op.takes(query, key, value, bias, sinks):
             return torch_op.attend(query, key, value, options, return_lse=return_lse)
-    output, lse = run(validate(query, key, value, **options))
+    call = validate(query, key, value, **options)
+    output, lse = call.restore(*schedules.run(call))
     return (output, lse) if return_lse else output
-
-
-def run(call: Call) -> tuple[Array, Array]:
-    """Run a validated call; return output and lse in the caller's axes."""
-    return call.restore(*schedules.run(call))

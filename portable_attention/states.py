@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from portable_attention.attention import run
+from portable_attention.attention import attention
 from portable_attention.backends import Array, Backend, common_backend
 from portable_attention.backends.base import dtype_name
 from portable_attention.core.arguments import FLOATS, described
 from portable_attention.core.dropout import Dropout
-from portable_attention.core.spec import LAYOUTS, check_choice, common_device, validate
+from portable_attention.core.spec import LAYOUTS, check_choice, common_device
 from portable_attention.core.tile import finite_shift
 
 
@@ -94,7 +94,7 @@ def partial_attention(
     ----------
     Dao, Haziza, Massa, Sizov, "Flash-Decoding for long-context inference", 2023.
     """
-    call = validate(
+    found = attention(
         query,
         key,
         value,
@@ -109,11 +109,12 @@ def partial_attention(
         softcap=softcap,
         sinks=sinks,
         dropout=dropout,
+        return_lse=True,
         layout=layout,
         engine=engine,
         block_size=block_size,
     )
-    return State(*run(call))
+    return State(*found)
 
 
 def merge_states(*states: State | Sequence[Array], layout: str = "bhld") -> State:

@@ -10,7 +10,9 @@ import pytest
 
 from portable_attention import attention_vjp, merge_states
 
+from .accuracy import assert_accurate, reference_of
 from .backends import Backend
+from .problems import make_inputs
 from .running import attend
 
 f = np.float32
@@ -19,6 +21,14 @@ ROWS = pytest.mark.parametrize("rows", [4, 40])
 
 def full(rows: int, number: float) -> np.ndarray:
     return np.full((1, 1, rows, 1), number, f)
+
+
+@ROWS
+def test_many_weights_that_are_nearly_equal(backend: Backend, rows):
+    """Each is rounded the same way where it is added to a long sum."""
+    inputs = make_inputs(batch=(), queries=rows, keys=4096, width=1, value_width=1)
+    found = attend(backend, **inputs, scale=1e-5)
+    assert_accurate(*found, reference_of(**inputs, scale=1e-5))
 
 
 @ROWS

@@ -190,6 +190,14 @@ def test_every_dtype(backend: Backend, dtype, explicit):
     )
 
 
+def test_gradients_of_many_tiles_are_summed_wide(backend: Backend, dtype, explicit):
+    """Whatever the dtype of the argument: its rounding comes once, at the end."""
+    arguments = make_inputs(batch=(), heads=2, key_heads=1, queries=400, keys=9, dtype=dtype)
+    arguments["bias"] = np.zeros((2, 1, 9), arguments["query"].dtype)
+    cotangents = {"cotangent": np.ones((2, 400, 3), arguments["query"].dtype)}
+    check(backend, {**arguments, "block_size": (1, 9)}, how={"explicit": explicit}, **cotangents)
+
+
 @pytest.mark.parametrize("name", ["query", "key", "value", "bias", "sinks"])
 def test_one_argument_alone(backend: Backend, name):
     """Where only that one is differentiated, the others get in no one's way."""

@@ -137,6 +137,24 @@ def test_gradient_under_jit_and_of_vmap(backend: Backend):
         np.testing.assert_allclose(compiled[name], gradient, rtol=1e-5, atol=1e-6)
 
 
+def test_attention_vjp_under_transforms(backend: Backend):
+    """Traced, mapped and differentiated again."""
+    query, key, value = (backend.asarray(array) for array in make_inputs().values())
+    bias = backend.asarray(np.zeros((5, 7), np.float32))
+
+    def gradients(query):
+        output, pullback = attention_vjp(query, key, value, bias=bias, key_lengths=5)
+        return pullback(output)
+
+    expected = gradients(query)
+    for found in (jax.jit(gradients)(query), jax.vmap(gradients)(query[None])):
+        for one, other in zip(found, expected, strict=True):
+            if other is not None:
+                np.testing.assert_allclose(jnp.reshape(one, other.shape), other, atol=1e-6)
+    second = jax.jit(jax.grad(lambda query: gradients(query).key.sum()))(query)
+    assert bool(jnp.isfinite(second).all())
+
+
 def test_forward_mode(backend: Backend):
     """The tangent agrees with the difference along a direction."""
     inputs = make_inputs(dtype="float64", queries=4, keys=5)

@@ -220,6 +220,19 @@ def assert_items_have_their_own_bits(arguments):
         assert_same_bits(call(alone), [result[one] for result in whole])
 
 
+@pytest.mark.needs(library="numpy")
+@pytest.mark.parametrize("seed", range(4))
+def test_numpy_gives_each_row_its_bits_whatever_others_attend(backend: Backend, seed):
+    """NaN in a key changes the rows that attend it, and not the way others are computed."""
+    inputs = make_inputs(batch=(), heads=1, queries=650, keys=7, width=8, seed=seed)
+    mask = np.random.default_rng(seed).random((650, 7)) < 0.6
+    before = attend(backend, **inputs, mask=mask)
+    inputs["key"][0, 2] = np.nan
+    after = attend(backend, **inputs, mask=mask)
+    unfelt = ~mask[:, 2]
+    assert_same_bits(*([result[:, unfelt] for result in results] for results in (before, after)))
+
+
 def test_every_backend_gives_the_results_of_numpy(backend: Backend):
     """Without the oracle between them: the same call, the same answer within its rounding."""
     for number in backend.few(range(1000, 1040), 2):

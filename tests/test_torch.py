@@ -102,6 +102,64 @@ def test_gradients_of_a_compiled_call():
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
 
 
+def test_partial_attention_is_one_operator_too():
+    """So that it compiles, and its backward pass keeps no weights."""
+    query, key, value, *_ = tensors().values()
+    compiled = torch.compile(partial_attention, fullgraph=True, backend="aot_eager")
+    for function in (partial_attention, compiled):
+        state = function(query, key, value, causal=True, query_offset="end")
+        assert function is compiled or "attend" in type(state.output.grad_fn).__name__
+        state.lse.sum().backward()
+
+
+@pytest.mark.parametrize("name", ["scale", "softcap", "rate"])
+def test_numbers_that_are_learned_are_refused(name):
+    """Rather than given a gradient of 0: recorded, compiled, or carried forward."""
+    query, key, value, *_ = tensors(requires_grad=False).values()
+
+    def call(number):
+        options = {"dropout": Dropout(number, 0)} if name == "rate" else {name: number}
+        return attention(query, key, value, **options)
+
+    message = rf"{name}.* cannot be differentiated"
+    number, one = torch.tensor([0.5, 1.0], dtype=torch.float64)
+    with pytest.raises(TypeError, match=message):
+        torch.func.jvp(call, (number,), (one,))
+    number.requires_grad_()
+    with pytest.raises(TypeError, match=message):
+        call(number)
+    compiled = torch.compile(call, fullgraph=True, backend="eager")
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=message):
+        compiled(number)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"scale": True},
+        {"softcap": True},
+        {"causal": 1},
+        {"window": (2.5, 0)},
+        {"key_lengths": 2.5},
+        {"block_size": (True, 3)},
+        {"dropout": Dropout(0.5, 1.5)},
+    ],
+    ids=str,
+)
+def test_a_compiled_call_takes_the_same_kinds_of_numbers(options):
+    """And makes no other kind fit."""
+    query, key, value, *_ = tensors(requires_grad=False).values()
+
+    def call(query):
+        return attention(query, key, value, **options)
+
+    with pytest.raises(TypeError, match="must be"):
+        call(query)
+    compiled = torch.compile(call, fullgraph=True, backend="eager")
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"TypeError.*must be"):
+        compiled(query)
+
+
 def test_export():
     class Model(torch.nn.Module):
         def forward(self, query, key, value):

@@ -15,6 +15,8 @@ import numpy as np
 from portable_attention.backends.base import Array, Backend, Ops
 
 _LOG2_E = 1.0 / math.log(2.0)
+# Sums of more numbers than this would lose digits in a product, which adds one after the other.
+_LONG_ROW = 512
 # Between calls, buffers for this many threads are kept, if a set is not larger than the default
 # tiles make it.
 _KEPT_SETS = min(8, os.cpu_count() or 1)
@@ -179,6 +181,9 @@ class HostOps(Ops):
         return target
 
     def row_sum(self, array: Array) -> Array:
+        if array.shape[-1] > _LONG_ROW:
+            total: Array = np.add.reduce(array, axis=-1, keepdims=True)  # pairwise
+            return total
         # A product with ones costs a quarter of a reduction along the rows.
         return np.matmul(array, ones(array.shape[-1], array.dtype))
 

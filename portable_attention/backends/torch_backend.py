@@ -160,6 +160,12 @@ def transforming() -> bool:
     )
 
 
+def has_tangent(array: Array) -> bool:
+    """Whether forward-mode differentiation carries a derivative with this tensor."""
+    forward = torch.autograd.forward_ad
+    return forward._current_level >= 0 and forward.unpack_dual(array, level=0).tangent is not None
+
+
 def _has_memory(array: Array) -> bool:
     """Whether a CPU tensor is plain memory that NumPy can see."""
     return is_plain(array) and (array.dtype != torch.bfloat16 or _has_bfloat16())

@@ -9,6 +9,7 @@ import numpy as np
 
 from portable_attention.backends.base import dtype_name
 
+SCALE_REMEDY = ": multiply the query by a traced or learned scale and pass scale=1.0"
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
@@ -16,16 +17,26 @@ def real_number(name: str, given: Any, remedy: str = "") -> float:
     """Return a real number as a float; arrays of one value count where they can be read."""
     if isinstance(given, bool | np.bool_ | str | bytes | complex) or given is None:
         raise TypeError(f"{name} must be a real number, got {given!r}")
-    if getattr(given, "ndim", 0) != 0 or getattr(given, "requires_grad", False):
+    if isinstance(given, float):
+        return float(given)
+    if getattr(given, "ndim", 0) != 0:
         raise TypeError(f"{name} must be a single real number, got {described(given)}{remedy}")
+    if getattr(given, "requires_grad", False):
+        raise TypeError(f"{name} cannot be differentiated, got {described(given)}{remedy}")
     if hasattr(given, "dtype") and dtype_name(given).startswith(("bool", "complex")):
         raise TypeError(f"{name} must be a real number, got {described(given)}")
     try:
-        return float(given)
+        number = float(given)
     except (TypeError, ValueError, RuntimeError):
         raise TypeError(f"{name} must be a real number, got {described(given)}{remedy}") from None
     except OverflowError:
         raise ValueError(f"{name} must be a finite number, got {given!r}") from None
+    if type(given).__module__.partition(".")[0] == "torch":
+        from portable_attention.backends.torch_backend import has_tangent
+
+        if has_tangent(given):
+            raise TypeError(f"{name} cannot be differentiated, got {described(given)}{remedy}")
+    return number
 
 
 def described(given: Any) -> str:

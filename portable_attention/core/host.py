@@ -26,6 +26,8 @@ from portable_attention.core.threads import Task, run_tasks
 
 # exp(32) = 8e13 leaves room in float32 for sums over any number of keys.
 _SMALL_SCORE = 32.0
+# Rows that are computed a second time come in groups of this size.
+_AGAIN = 64
 # Far enough from overflow that adding a bias cannot reach it.
 _FINITE_SCORE = 1e30
 
@@ -97,15 +99,31 @@ def _attend(heads: Heads, rows: tuple[int, int], output: Array, lse: Array) -> N
             _, found = attend_bounded(single, rows, query, finite, output, lse, careful=True)
             (lost,) = _by_head(single, rows, found)  # noqa: PLW2901
         if lost.any():
-            (numbers,) = np.nonzero(lost)
-            again = (rows[0] + int(numbers[0]), rows[0] + int(numbers[-1]) + 1)
-            _attend_exactly(single, again, output, lse)
+            _attend_again(single, rows, lost, output, lse)
 
 
 def _attend_exactly(heads: Heads, rows: tuple[int, int], output: Array, lse: Array) -> None:
     """Write the results of a block of rows, whatever the inputs hold."""
     place = (*heads.index, slice(*rows))
     output[place], lse[place] = eager.attend_rows(heads, rows, heads.block_k)
+
+
+def _attend_again(
+    heads: Heads, rows: tuple[int, int], lost: Array, output: Array, lse: Array
+) -> None:
+    """Write the results of those rows of a single head that are marked.
+
+    They are computed in groups that lie alike whichever rows are marked, and no other is written,
+    so that the bits of a row depend on no other row.
+    """
+    for start in range(*rows, _AGAIN):
+        stop = min(start + _AGAIN, rows[1])
+        here = lost[start - rows[0] : stop - rows[0]]
+        if here.any():
+            place = (*heads.index, slice(start, stop))
+            found, found_lse = eager.attend_rows(heads, (start, stop), heads.block_k)
+            output[place] = np.where(here[:, np.newaxis], found, output[place])
+            lse[place] = np.where(here, found_lse, lse[place])
 
 
 def _by_head(heads: Heads, rows: tuple[int, int], marked: Array | None) -> Array:

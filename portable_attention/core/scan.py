@@ -8,6 +8,7 @@ is padded or copied.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from jax import lax
 from portable_attention.backends import Array
 from portable_attention.backends.namespace import jax_backend
 from portable_attention.core import masking, plan, tile
+from portable_attention.core.backward import Cotangents
 from portable_attention.core.dropout import kept as kept_pairs
 from portable_attention.core.dropout import row_keys
 from portable_attention.core.eager import scale_query
@@ -39,6 +41,21 @@ def run(call: Call, dtype: Any) -> tuple[Array, Array]:
     limits = {name: jnp.asarray(limit, jnp.int32) for name, limit in call.limits.items()}
     output, lse = _compiled(call.problem, jnp.dtype(dtype).name, arrays, limits)
     return output, lse
+
+
+def run_backward(call: Call, given: Cotangents) -> dict[str, Array]:
+    """Return the gradients of the call's operands, in their inner shapes and own dtypes."""
+    names = ("query", "key", "value", "bias", "sinks")
+    operands = {name: call.backend.whole(getattr(call, name)) for name in names}
+    operands = {name: array for name, array in operands.items() if array is not None}
+
+    def results(operands: dict[str, Array]) -> tuple[Array, Array]:
+        return run(replace(call, **operands), call.problem.compute_dtype)
+
+    d_lse = jnp.zeros_like(given.lse) if given.d_lse is None else given.d_lse
+    _, pull = jax.vjp(results, operands)
+    (found,) = pull((given.d_output, d_lse))
+    return dict(found)
 
 
 class _Operand(NamedTuple):
@@ -95,12 +112,11 @@ class _Schedule:
         self.problem = problem
         self.backend = jax_backend()
         self.dtype = jnp.dtype(problem.compute_dtype)
+        # Widened as a whole, not tile by tile: the gradients of the tiles are summed in this dtype.
+        arrays = {name: self._widened(name, array) for name, array in arrays.items()}
         self.operands = {
             name: _operand(array, problem) for name, array in arrays.items() if name != "seed"
         }
-        sinks = self.operands["sinks"]
-        if sinks is not None:
-            self.operands["sinks"] = sinks._replace(array=sinks.array.astype(self.dtype))
         # A limit without batch axes is one number for every head.
         self.limits = {
             name: limit if limit.ndim == 0 else _operand(limit, problem)
@@ -131,6 +147,14 @@ class _Schedule:
             reach = -(-(problem.span + self.block_q - 1) // self.block_k) + 1
             self.visits = min(self.key_blocks, reach)
 
+    def _widened(self, name: str, given: Array | None) -> Array | None:
+        array = self.backend.whole(given)
+        if array is None or name in ("mask", "seed") or array.dtype == self.dtype:
+            return given
+        if name == "bias" and (1 not in array.shape[-2:] or array.dtype == jnp.float64):
+            return given  # as large as the scores, or to be clipped
+        return array.astype(self.dtype)
+
     def rows(self, carry: None, step: Array) -> tuple[None, tuple[Array, Array]]:
         """Compute one block of rows for one chunk of heads."""
         problem, backend = self.problem, self.backend
@@ -140,7 +164,7 @@ class _Schedule:
         )
         block = _RowBlock(self, first_head, first_row)
         query = lax.dynamic_slice_in_dim(block.part("query"), first_row, self.block_q, axis=-2)
-        query, late_scale = scale_query(backend, query.astype(self.dtype), problem)
+        query, late_scale = scale_query(backend, query, problem)
 
         shape = (self.chunk, problem.groups, self.block_q, 1)
         state = tile.SoftmaxState(
@@ -154,8 +178,8 @@ class _Schedule:
         def visit(carried: Any, visited: Array) -> Any:
             state, occupied = carried
             columns, allowed, kept = block.pairs(visited)
-            key = block.keys("key", columns).astype(self.dtype)
-            value = block.keys("value", columns).astype(self.dtype) * factor
+            key = block.keys("key", columns)
+            value = block.keys("value", columns) * factor
             bias = block.tile_of("bias", columns)
             scores = tile.tile_scores(
                 backend,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -58,9 +57,12 @@ def run_backward(call: Call, given: Cotangents) -> dict[str, Array]:
             if array is not None
         }
     with np.errstate(all="ignore"), backend.settings(call.device):
+        if backend.schedule == "scan":
+            from portable_attention.core import scan  # it imports JAX
+
+            return scan.run_backward(call, given)
         hosted = backend.host_call(call)
         if hosted is None:
-            call = replace(call, mask=backend.whole(call.mask), bias=backend.whole(call.bias))
             with _guard(backend):
                 return eager_backward.run(call, given)
         found = host_backward.run(hosted, given.map(backend.to_host))

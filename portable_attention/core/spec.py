@@ -10,7 +10,7 @@ import numpy as np
 
 from portable_attention.backends import Array, Backend, common_backend
 from portable_attention.backends.base import dtype_name
-from portable_attention.core.arguments import FLOATS, real_number, whole_number
+from portable_attention.core.arguments import FLOATS, SCALE_REMEDY, real_number, whole_number
 from portable_attention.core.dropout import Dropout, check_dropout
 from portable_attention.core.positions import make_limits
 from portable_attention.core.problem import Call, Problem, swap_heads
@@ -302,9 +302,7 @@ def _check_sinks(backend: Backend, sinks: Array | None, kv_heads: int, groups: i
 def _check_scale(scale: Any, width: int, compute_dtype: str) -> float:
     if scale is None:
         return 1.0 / math.sqrt(width) if width else 1.0
-    number = real_number(
-        "scale", scale, ": multiply the query by a traced or learned scale and pass scale=1.0"
-    )
+    number = real_number("scale", scale, SCALE_REMEDY)
     largest = float(np.finfo(compute_dtype).max)
     if not abs(number) <= largest:
         raise ValueError(

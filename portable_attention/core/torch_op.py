@@ -17,6 +17,7 @@ from torch import Tensor
 
 from portable_attention.backends.torch_backend import autocast, transforming
 from portable_attention.core import eager, schedules
+from portable_attention.core.arguments import SCALE_REMEDY, check_flag, real_number, whole_number
 from portable_attention.core.backward import Cotangents
 from portable_attention.core.dropout import Dropout
 from portable_attention.core.problem import Call
@@ -46,15 +47,20 @@ def attend(
     if not torch.compiler.is_compiling():
         # An error is raised here in its own words, rather than in those of the dispatcher.
         validate(query, key, value, **options)
-    window = [None if side is None else _near(side) for side in options["window"] or (None, None)]
+    # The operator's arguments have types, and a number of another kind would be made to fit.
+    check_flag("causal", options["causal"])
+    window = [
+        None if side is None else _near("an entry of window", side)
+        for side in options["window"] or (None, None)
+    ]
+    block_size = [
+        _near("an entry of block_size", size) for size in options["block_size"] or ()
+    ] or (None, None)
     dropout = options["dropout"]
-    block_size = [_near(size) for size in options["block_size"] or ()] or (None, None)
     seed = None if dropout is None else dropout.seed
     if seed is not None and not isinstance(seed, Tensor):
-        seed = int(seed)
+        seed = whole_number("the seed of dropout", seed)
         seed -= 2**64 if seed >= 2**63 else 0  # the same 64 bits
-    offset = options["query_offset"]
-    lengths = (options["query_lengths"], options["key_lengths"])
     output, lse, _ = _attend(
         query,
         key,
@@ -66,13 +72,13 @@ def attend(
         options["window"] is not None,
         window[0],
         window[1],
-        offset if isinstance(offset, str) else None,
-        *_number_or_tensor(offset, query.device),
-        *_number_or_tensor(lengths[0], query.device),
-        *_number_or_tensor(lengths[1], query.device),
-        _float(options["scale"]),
-        _float(options["softcap"]),
-        None if dropout is None else float(dropout.rate),
+        offset if isinstance(offset := options["query_offset"], str) else None,
+        *_number_or_tensor("query_offset", offset, query.device),
+        *_number_or_tensor("query_lengths", options["query_lengths"], query.device),
+        *_number_or_tensor("key_lengths", options["key_lengths"], query.device),
+        _real("scale", options["scale"], SCALE_REMEDY),
+        _real("softcap", options["softcap"]),
+        _real("the rate of dropout", None if dropout is None else dropout.rate),
         seed if isinstance(seed, int) else None,
         seed if isinstance(seed, Tensor) else None,
         options["layout"],
@@ -83,11 +89,11 @@ def attend(
     return (output, lse) if return_lse else output
 
 
-def _float(given: Any) -> float | None:
-    return None if given is None else float(given)
+def _real(name: str, given: Any, remedy: str = "") -> float | None:
+    return None if given is None else real_number(name, given, remedy)
 
 
-def _number_or_tensor(given: Any, device: Any) -> tuple[int | None, Tensor | None]:
+def _number_or_tensor(name: str, given: Any, device: Any) -> tuple[int | None, Tensor | None]:
     if given is None or isinstance(given, str):
         return None, None
     if isinstance(given, Tensor):
@@ -96,12 +102,12 @@ def _number_or_tensor(given: Any, device: Any) -> tuple[int | None, Tensor | Non
         wide = given.astype(np.uint64 if given.dtype.kind == "u" else np.int64)
         near = np.minimum(wide, wide.dtype.type(_FAR))
         return None, torch.tensor(near.tolist(), dtype=torch.int64, device=device)
-    return _near(given), None
+    return _near(name, given), None
 
 
-def _near(given: Any) -> int:
+def _near(name: str, given: Any) -> int:
     """Return an int that the dispatcher takes, 64 bits at most; further ones mean the same."""
-    return max(-_FAR, min(_FAR, int(given)))
+    return max(-_FAR, min(_FAR, whole_number(name, given)))
 
 
 @torch.library.custom_op("portable_attention::attend", mutates_args=())
