@@ -33,10 +33,9 @@ def attend_bounded(
     """Write the results of scores that are known to be small, whose exp needs no maximum.
 
     Return the rows that met NaN or infinities and those that lost digits, None where there are
-    none. Nothing is subtracted from the scores and nothing rescaled; and since every weight is
-    finite, multiplying by what is allowed gives the same as selecting. With `careful` it selects,
-    and the first kind of rows is right, too, with the same bits in all others. Heads whose scores
-    are all known to be finite are marked by `finite`, (..., 1, 1).
+    none: both are to be computed again, the first kind with `careful`. That costs more, selects
+    where this multiplies by what is allowed, and gives all other rows the same bits. `finite`,
+    (..., 1, 1), marks the heads whose scores are all known to be finite.
     """
     ops = heads.ops
     scores_of = _Scores(heads, query)

@@ -26,7 +26,7 @@ _WINDOW_ROWS = 128
 FEW_ROWS = 32
 # BLAS multiplies by keys that lie in columns 3 to 5 % faster, which pays when enough rows do so.
 ROWS_FOR_COLUMNS = 1536
-_KEY_NUMBERS = 1 << 17  # half of the L2
+_KEY_NUMBERS, _MOST_KEYS = 1 << 17, 4096  # half of the L2; for narrow keys, what buffers may hold
 # Small heads are batched until a tile holds as many scores as one large tile, if that leaves
 # something for the other threads to do.
 BUDGET = 1 << 18
@@ -57,7 +57,7 @@ def host_block_sizes(problem: Problem) -> tuple[int, int]:
     if problem.query_length < FEW_ROWS:
         # No product comes to use a tile of keys again: it is as long as the cache allows.
         width = max(problem.width, problem.value_width, 1)
-        most_keys = max(HOST_KEYS, _KEY_NUMBERS // width)
+        most_keys = max(HOST_KEYS, min(_MOST_KEYS, _KEY_NUMBERS // width))
     keys = _even(problem.key_length, most_keys)
     rows = _even(problem.query_length, rows)
     if problem.span is None and problem.query_length > rows > keys:
@@ -177,7 +177,8 @@ def tiles(
 ) -> Iterator[tuple[int, int]]:
     """Return the tiles of keys that a reach touches.
 
-    They lie on the same grid for all rows or, if `free`, begin where the reach does.
+    They lie on the same grid for all rows or, if `free`, begin at the last multiple of 16 before
+    the reach does.
     """
     first, stop = found.first, found.stop
     if free and stop > first:

@@ -136,10 +136,8 @@ def usable_threads() -> int:
 def run_tasks(tasks: Iterator[Task], count: int, done: Task = lambda: None) -> None:
     """Run independent tasks, in as many threads as BLAS may use, the caller's own among them.
 
-    Each thread calls `done` when it has no more.
-
-    An exception in any of them, Ctrl-C in the caller included, ends the others at their next task
-    and is raised when all of them have stopped.
+    Each thread calls `done` when it finds no more tasks. An exception in any of them, Ctrl-C in the
+    caller included, ends the others at their next task and is raised when all have stopped.
     """
     helpers = min(usable_threads(), count) - 1
     queue = _Queue(tasks, done)
