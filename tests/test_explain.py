@@ -39,7 +39,8 @@ def test_tiles_are_those_of_the_call(backend: Backend, monkeypatch, name):
             yield met
 
     monkeypatch.setattr(Heads, "tiles", counting)
-    monkeypatch.setattr(host, "_attend_exactly", lambda *_: None)  # a second look at a few rows
+    for again in ("_attend_exactly", "_attend_again"):  # a second look at a few rows
+        monkeypatch.setattr(host, again, lambda *_: None)
     found = explain(**inputs, **options, block_size=(96, 64))
     attention(**inputs, **options, block_size=(96, 64))
     assert found.tile == (96, 64)
