@@ -116,18 +116,31 @@ def test_inputs_it_cannot_take_are_named(taken, change, reason):
         attention(**own, engine="native")
 
 
-@pytest.mark.parametrize("poison", [np.nan, np.inf])
-def test_garbage_is_left_to_the_portable_tiles(taken, poison):
-    """The kernel multiplies a masked NaN by 0."""
-    inputs, own = tensors(heads=2, queries=6, keys=6, width=4, value_width=4)
-    inputs["value"][..., 4, 1] = poison
-    own["value"][..., 4, 1] = poison
+@pytest.mark.parametrize("queries", [1, 2, 6, 64])
+@pytest.mark.parametrize("name", ["query", "key", "value"])
+@pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf, 3e38])
+def test_garbage_is_left_to_the_portable_tiles(taken, queries, name, poison):
+    """The kernel multiplies a masked NaN by 0, and gives 0 for a query of NaN in a short call."""
+    sizes = {"queries": queries, "keys": queries, "width": 4, "value_width": 4}
+    inputs, own = tensors(heads=2, **sizes)
+    inputs[name][..., -1, 1] = poison
+    own[name][..., -1, 1] = poison
     output, lse = attention(**own, causal=True, return_lse=True)
-    assert taken == [None]
     assert_accurate(output.numpy(), lse.numpy(), reference_of(**inputs, causal=True))
-    assert np.isfinite(output[..., :4, :].numpy()).all()
-    with pytest.raises(ValueError, match="not finite"):
-        attention(**own, causal=True, engine="native")
+    if not np.isfinite(poison):
+        assert taken == [None]
+        with pytest.raises(ValueError, match="not finite"):
+            attention(**own, causal=True, engine="native")
+
+
+def test_scores_beyond_the_range_are_left_to_the_portable_tiles(taken):
+    """The product of both is infinite in float32, and a row that meets it is NaN."""
+    _, own = tensors(heads=2, queries=2, keys=2, width=4, value_width=4)
+    for name in ("query", "key"):
+        own[name][..., :1, :] = 1e30
+    output = attention(**own)
+    assert taken == [None]
+    assert torch.isnan(output[..., 0, :]).all()
 
 
 def test_large_finite_sums_are_not_garbage(taken):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 # Below so many scores the kernel is always as fast: starting tiles costs more than they do.
 _FEW_SCORES = 1 << 22
+_FINITE_SCORE = 1e37
 
 
 class FlashOnCpu:
@@ -72,6 +74,8 @@ class FlashOnCpu:
 
     def run(self, call: Call) -> tuple[Array, Array] | None:
         problem = call.problem
+        if not _is_ordinary(call):
+            return None
         query, key, value = (
             _in_rows(torch.reshape(array, (-1, problem.kv_heads, *array.shape[-2:])))
             for array in (call.query, call.key, call.value)
@@ -84,6 +88,21 @@ class FlashOnCpu:
             return None
         shape = problem.output_shape
         return torch.reshape(output, shape), torch.reshape(lse, shape[:-1])
+
+
+def _is_ordinary(call: Call) -> bool:
+    """Whether the inputs are finite and the scores are sure to be.
+
+    Of a row of few queries that holds NaN the kernel makes zeros, which look like any others.
+    """
+    largest = []
+    for array in (call.query, call.key, call.value):
+        least, greatest = torch.aminmax(array)
+        largest.append(max(abs(float(least)), abs(float(greatest))))
+        if not math.isfinite(float(least)) or not math.isfinite(float(greatest)):
+            return False
+    score = largest[0] * largest[1] * call.problem.width * abs(call.problem.scale)
+    return score < _FINITE_SCORE
 
 
 def _in_rows(array: Array) -> Array:

@@ -1,8 +1,7 @@
 """Which engine runs a call: the portable tiles, or a fused kernel of the array's own library.
 
 A kernel takes a call only where it gives all that `docs/semantics.md` promises. NaN and infinities
-are the exception that is found out afterwards: an output that is not finite is computed again by
-the portable tiles, so that no kernel has to be trusted with them.
+it is not trusted with: where they stand in the inputs, or come out, the portable tiles compute.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ class Kernel(Protocol):
         """Return why the portable tiles are the faster choice, or None."""
 
     def run(self, call: Call) -> tuple[Array, Array] | None:
-        """Return output (*batch, Hkv, G, Lq, Dv) and lse, or None if they are not finite."""
+        """Return output (*batch, Hkv, G, Lq, Dv) and lse, or None if something is not finite."""
 
 
 def choose(call: Call, engine: str) -> tuple[Kernel | None, dict[str, str]]:
@@ -61,8 +60,8 @@ def run_native(call: Call, engine: str) -> tuple[Array, Array] | None:
     found = kernel.run(call)
     if found is None and engine == "native":
         raise ValueError(
-            f"engine='native': the output of {kernel.name} is not finite, and with NaN or "
-            "infinities it does not keep to the rules: use engine='auto' or engine='portable'"
+            f"engine='native': inputs, scores or output of {kernel.name} are not finite, where it "
+            "does not keep to the rules: use engine='auto' or engine='portable'"
         )
     return found
 
