@@ -1,4 +1,4 @@
-"""Calls an implementation with its library's arrays, in its conventions, and reads the result.
+"""Calls an implementation with its library's arrays, and reads what it returns.
 
 Whatever the implementation does, an `Outcome` says what it was.
 """
@@ -8,20 +8,21 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
 
 from portable_attention.cli.libraries import Library, open_library
 from portable_attention.conformance.calls import DIFFERENTIABLE, INPUTS, Call, Outcome
-from portable_attention.conformance.capabilities import Conventions, keywords_of, without_offset
+from portable_attention.conformance.capabilities import keywords_of
 from portable_attention.conformance.oracle import Numbers
 
 _LONGEST: Final = 400  # characters of an error message
 
 
 class Adapter:
-    """An implementation, its library and its conventions.
+    """An implementation and its library.
 
     Parameters
     ----------
@@ -29,10 +30,6 @@ class Adapter:
         Called as ``function(query, key, value, **options)``.
     backend, device
         The array library and device, as the command line names them.
-    conventions
-        Those that the implementation follows.
-    capabilities
-        What it declares; None is everything.
     vjp
         Called as `portable_attention.attention_vjp`; None takes the library's own differentiation.
     """
@@ -42,14 +39,10 @@ class Adapter:
         function: Callable[..., Any],
         backend: str,
         device: str | None,
-        conventions: Conventions,
-        capabilities: frozenset[str] | None = None,
         vjp: Callable[..., Any] | None = None,
     ) -> None:
         self.function = function
         self.library: Library = open_library(backend, device)
-        self.conventions = conventions
-        self.capabilities = capabilities
         self.vjp = vjp if vjp is not None else getattr(function, "vjp", None)
 
     def describe(self) -> dict[str, Any]:
@@ -66,17 +59,12 @@ class Adapter:
         start = time.perf_counter()
         try:
             with self.library.scope(call.dtype == "float64"):
-                outcome = self._run(translated(call, self.conventions, self._has("offsets")))
+                outcome = self._run(call)
         except BaseException as error:  # SystemExit and the like: it is the implementation's
             if isinstance(error, TimeLimit):
                 raise
             outcome = Outcome("raised", error=_told(error), error_types=_classes(error))
-        outcome = translated_back(call, outcome, self.conventions)
-        object.__setattr__(outcome, "seconds", time.perf_counter() - start)
-        return outcome
-
-    def _has(self, capability: str) -> bool:
-        return self.capabilities is None or capability in self.capabilities
+        return replace(outcome, seconds=time.perf_counter() - start)
 
     def _run(self, call: Call) -> Outcome:
         library = self.library
@@ -89,7 +77,7 @@ class Adapter:
             from portable_attention.core.dropout import Dropout
 
             options["dropout"] = Dropout(**options["dropout"])
-        wants_lse = call.lse and self._has("lse")
+        wants_lse = call.lse
         if wants_lse:
             options["return_lse"] = True
 
@@ -188,85 +176,6 @@ class Adapter:
 
 class TimeLimit(BaseException):
     """Raised inside a call that takes too long, where it cannot be ended from outside."""
-
-
-def translated(call: Call, conventions: Conventions, offsets: bool) -> Call:
-    """Return a call as an implementation of these conventions has to be asked."""
-    if not offsets and "query_offset" in call.arguments:
-        call = without_offset(call, conventions) or call
-    arrays, cotangents = dict(call.arrays), dict(call.cotangents)
-    if conventions.mask_polarity == "ignore" and "mask" in arrays:
-        arrays["mask"] = ~arrays["mask"]
-    if (order := _their_heads(call, conventions)) is not None:
-        for name in ("query", "mask", "bias", "sinks"):
-            if name in arrays:
-                arrays[name] = _heads_taken(name, arrays[name], order)
-        for name in cotangents:
-            cotangents[name] = _heads_taken(name, cotangents[name], order)
-    if _transposes(call, conventions):
-        for name in INPUTS:
-            arrays[name] = _swapped(arrays[name])
-        if "d_output" in cotangents:
-            cotangents["d_output"] = _swapped(cotangents["d_output"])
-    if conventions.lse_base == "2" and "d_lse" in cotangents:
-        d_lse = cotangents["d_lse"]
-        cotangents["d_lse"] = (d_lse * math.log(2)).astype(d_lse.dtype)
-    return Call(arrays, call.options, cotangents, call.view, call.lse)
-
-
-def translated_back(call: Call, outcome: Outcome, conventions: Conventions) -> Outcome:
-    """Return an outcome in this library's conventions, but for the values of empty rows."""
-    output, lse, gradients = outcome.output, outcome.lse, dict(outcome.gradients)
-    try:
-        if _transposes(call, conventions):
-            output = None if output is None else _swapped(output)
-            gradients = {n: _swapped(g) if n in INPUTS else g for n, g in gradients.items()}
-        if lse is not None and conventions.lse_base == "2":
-            lse = lse.astype(np.float64) * math.log(2)
-        if (order := _their_heads(call, conventions)) is not None:
-            back = np.argsort(order)
-            output = None if output is None else _heads_taken("output", output, back)
-            lse = None if lse is None else _heads_taken("d_lse", lse, back)
-            for name in gradients.keys() & {"query", "bias", "sinks"}:
-                gradients[name] = _heads_taken(name, gradients[name], back)
-    except (ValueError, IndexError):  # of a wrong shape, which is told as such
-        pass
-    return Outcome(
-        outcome.kind,
-        output,
-        lse,
-        gradients,
-        outcome.problems,
-        outcome.error,
-        outcome.error_types,
-        outcome.seconds,
-    )
-
-
-def _transposes(call: Call, conventions: Conventions) -> bool:
-    ranks = {call.arrays[name].ndim for name in INPUTS}
-    return conventions.layout == "blhd" and "layout" not in call.options and ranks != {2}
-
-
-def _their_heads(call: Call, conventions: Conventions) -> Numbers | None:
-    """Return which of our query heads stands at each of their places, if not the same one."""
-    if conventions.head_order == "grouped" or call.arrays["query"].ndim < 3:
-        return None
-    axis = -2 if call.options.get("layout") == "blhd" else -3
-    heads = call.arrays["query"].shape[axis]
-    own = call.arrays["key"].shape[axis] if call.arrays["key"].ndim > 2 else 1
-    return np.arange(heads).reshape(own, heads // own).T.reshape(-1)
-
-
-def _heads_taken(name: str, array: Numbers, order: Numbers) -> Numbers:
-    axis = {"sinks": -1, "d_lse": -2}.get(name, -3)
-    if array.ndim < -axis or array.shape[axis] != len(order):
-        return array
-    return np.take(array, order, axis=axis)
-
-
-def _swapped(array: Numbers) -> Numbers:
-    return np.ascontiguousarray(array.swapaxes(-3, -2)) if array.ndim > 2 else array
 
 
 def _pair(result: Any, wants_lse: bool) -> tuple[Any, Any]:

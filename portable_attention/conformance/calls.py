@@ -28,7 +28,7 @@ class Call:
         How query, key and value lie in memory: "", "reversed", "stepped", "swapped", "broadcast"
         or "readonly".
     lse
-        Whether to ask for the lse where it can be had.
+        Whether to ask for the lse.
     """
 
     arrays: Mapping[str, Numbers]

@@ -194,7 +194,7 @@ def needs(call: Call) -> frozenset[str]:
     query, key, value = (call.arrays[name] for name in ("query", "key", "value"))
     shapes = [array.shape for array in (query, key, value)]
     found = {KEYWORDS[name] for name in (*call.arrays, *call.options) if name in KEYWORDS}
-    found.add(call.dtype)
+    found |= {call.dtype} & set(DTYPES)
     head_axis = -2 if call.options.get("layout") == "blhd" else -3
     heads = [shape[head_axis] if len(shape) > 2 else 1 for shape in shapes]
     if heads[0] != heads[1]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
@@ -47,6 +47,7 @@ class Trial:
     conventions: Conventions
     units: dict[str, float] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
+    whole: Call | None = None  # the call of the case
     failing: Call | None = None  # the first call with a wrong result
     outcomes: list[Outcome] = field(default_factory=list)
 
@@ -252,21 +253,6 @@ def _all_like_first(array: Numbers) -> Numbers:
     return np.array(np.broadcast_to(array[:1], array.shape))
 
 
-def described_check(name: str) -> str:
-    """Return what a check holds, in a sentence."""
-    return (CHECKS[name].__doc__ or "").strip()
-
-
-def check_names() -> tuple[str, ...]:
-    """Return the names of all checks."""
-    return tuple(CHECKS)
-
-
 def needs_of_check(name: str) -> frozenset[str]:
     """Return what a check needs of an implementation, beside what its call needs."""
     return CHECK_NEEDS.get(name, frozenset())
-
-
-def arguments_text(arguments: Mapping[str, Any]) -> str:
-    """Return keyword arguments as code, without the arrays."""
-    return ", ".join(f"{name}={given!r}" for name, given in arguments.items())

@@ -162,6 +162,12 @@ def _in(dtype: str, seed: int) -> tuple[Case, ...]:
             inputs(seed, heads=2, queries=5, keys=7, width=16, dtype=dtype),
         ),
         Case(
+            f"{dtype}/large-scores",
+            "Scores of tens are kept in float32 or wider: in half precision they would be off by 1%.",
+            rule,
+            inputs(seed + 5, heads=2, queries=5, keys=9, width=16, gain=16.0, dtype=dtype),
+        ),
+        Case(
             f"{dtype}/wide-sums",
             "The products of a score are summed in float32 or wider.",
             rule,
@@ -214,8 +220,7 @@ DTYPES: Final = (
         "float16/scores-beyond-65504",
         "Scores that float16 cannot hold are nothing special.",
         "wide-arithmetic",
-        inputs(72, width=64, gain=64.0, dtype="float16"),
-        {"scale": 8.0},
+        inputs(72, width=64, gain=8192.0, dtype="float16"),
     ),
     Case(
         "float16/4096-equal-weights",
