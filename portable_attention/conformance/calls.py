@@ -29,6 +29,8 @@ class Call:
         or "readonly".
     lse
         Whether to ask for the lse.
+    memo
+        What has been worked out for this call; not an argument.
     """
 
     arrays: Mapping[str, Numbers]
@@ -36,6 +38,7 @@ class Call:
     cotangents: Mapping[str, Numbers] = field(default_factory=dict)
     view: str = ""
     lse: bool = True
+    memo: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def dtype(self) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, cached_property
 from typing import Any, Final
 
 from portable_attention.conformance.calls import INPUTS, Call
@@ -67,13 +67,21 @@ class Case:
 
     def call(self) -> Call:
         """Return the call, with its arrays made."""
+        return self._call
+
+    def needs(self) -> frozenset[str]:
+        """Return the capabilities that it needs."""
+        return self._needs
+
+    @cached_property
+    def _call(self) -> Call:
         made = {name: array.make() for name, array in self.arrays.items()}
         cotangents = {name: made.pop(name) for name in ("d_output", "d_lse") if name in made}
         return Call(made, self.options, cotangents)
 
-    def needs(self) -> frozenset[str]:
-        """Return the capabilities that it needs."""
-        return needs(self.call()) | needs_of_check(self.check) | frozenset(self.also)
+    @cached_property
+    def _needs(self) -> frozenset[str]:
+        return needs(self._call) | needs_of_check(self.check) | frozenset(self.also)
 
     def tags(self) -> tuple[str, ...]:
         """Return its tags: capabilities, dtype among them, and its size."""
@@ -101,10 +109,11 @@ def all_cases() -> tuple[Case, ...]:
     from portable_attention.conformance.tables import gradients, inputs, masking, rows, scores
 
     groups = (
-        *(scores.PLAIN, inputs.SHAPES, scores.SCALE, inputs.TILES, masking.MASKS),
-        *(scores.SOFTCAP, masking.POSITIONS, masking.COMPOSED, rows.EMPTY, rows.SINKS),
-        *(rows.MASKED, rows.SPECIAL, scores.DTYPES, scores.DROPOUT, inputs.MEMORY),
-        *(gradients.GRADIENTS, inputs.INVARIANCE, inputs.REFUSALS),
+        *(scores.PLAIN, inputs.SHAPES, scores.SCALE, inputs.TILES),
+        *(masking.MASKS, scores.SLOPES, inputs.LAYOUT, scores.SOFTCAP, masking.POSITIONS),
+        *(masking.COMPOSED, rows.EMPTY, inputs.ZERO, rows.SINKS, rows.MASKED, rows.SPECIAL),
+        *(scores.DTYPES, scores.DROPOUT, inputs.MEMORY, gradients.GRADIENTS),
+        *(inputs.INVARIANCE, inputs.REFUSALS),
     )
     return tuple(case for group in groups for case in group)
 

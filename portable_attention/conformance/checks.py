@@ -163,7 +163,7 @@ def split_keys(trial: Trial, call: Call) -> None:
         if "mask" in call.arrays:
             part = part.with_arrays(mask=call.arrays["mask"][..., piece])
         outcome = trial.judged(part, f"keys {piece.start} to {piece.stop}")
-        if outcome.output is None or outcome.lse is None:
+        if trial.findings or outcome.output is None or outcome.lse is None:
             return
         parts.append((outcome, answers(part)))
     whole, merged = answers(call), _merge([outcome for outcome, _ in parts])

@@ -59,7 +59,7 @@ SHAPES: Final = (
         "ranks/one-head",
         "Three matrices are one head, and give a matrix.",
         "rank",
-        {"query": bell((4, 1), 208), "key": bell((5, 1), 209), "value": bell((5, 3), 210)},
+        {"query": bell((4, 1), 208), "key": bell((5, 1), 209), "value": bell((5, 1), 210)},
     ),
     Case(
         "ranks/no-batch",
@@ -80,9 +80,12 @@ SHAPES: Final = (
         {
             "query": bell((2, 3, 4, 1), 213),
             "key": bell((3, 5, 1), 214),
-            "value": bell((3, 5, 2), 215),
+            "value": bell((3, 5, 1), 215),
         },
     ),
+)
+
+LAYOUT: Final = (
     Case(
         "layout/heads-last",
         'layout="blhd" takes and gives (B, L, H, D); the lse stays (B, H, L).',
@@ -106,6 +109,9 @@ SHAPES: Final = (
         },
         {"layout": "blhd"},
     ),
+)
+
+ZERO: Final = (
     Case(
         "zero/keys",
         "Without keys every row is empty.",

@@ -77,6 +77,17 @@ SCALE: Final = (
         {"scale": 1.0},
     ),
     Case(
+        "scores/far-apart",
+        "One score far above the others takes all the weight.",
+        "accuracy",
+        inputs(18, keys=9, gain=2048.0),
+        {"scale": 1.0},
+    ),
+)
+
+# Made by a bias, and long: after those of the bias and of the tiles.
+SLOPES: Final = (
+    Case(
         "scores/very-negative",
         "Scores far below 0 do not underflow: the maximum is taken off.",
         "accuracy",
@@ -84,13 +95,6 @@ SCALE: Final = (
             **inputs(17, queries=3, keys=5),
             "bias": bell((3, 5), 17).with_put(((0, None), -500.0), ((1, None), -5000.0)),
         },
-    ),
-    Case(
-        "scores/far-apart",
-        "One score far above the others takes all the weight.",
-        "accuracy",
-        inputs(18, keys=9, gain=2048.0),
-        {"scale": 1.0},
     ),
     Case(
         "scores/rising",
