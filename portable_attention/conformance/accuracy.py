@@ -11,10 +11,11 @@ roundoff u of the arithmetic (2**-24 for float32, which float16 and bfloat16 cal
 - a *weight* is an exponential: it errs relatively by the absolute error of its score, and by the
   error of the function. Numerator and denominator may have been made in two passes that round
   differently, so nothing is taken to cancel between them.
-- a *sum* over n keys costs 2 (n + 8) u relative to the sum of magnitudes. The factor 2 is for tiles,
-  whose partial sums are rescaled.
+- a *sum* over n keys costs 2 (n + 8) u relative to the sum of magnitudes. The factor 2 is for
+  tiles, whose partial sums are rescaled.
 - *half precision*: the weights may be rounded to the dtype of the inputs before they meet the
-  values, as fused kernels do, and so may what the backward pass multiplies; sums and scores may not.
+  values, as fused kernels do, and so may what the backward pass multiplies; sums and scores may
+  not.
 - the *last rounding* is that of the result to its dtype.
 
 exp, log and tanh are taken to be right to 4 units in the last place. For float64 the oracle rounds
@@ -139,7 +140,7 @@ class _Errors:
     unit: float
     weight: Float  # (B..., Hq, Lq, Lk): of each weight, relative
     row: Float  # (B..., Hq, Lq): of the denominator, relative
-    tanh: Float  # (B..., Hq, Lq, Lk): of what the softcap is given, absolute
+    raw: Float  # (B..., Hq, Lq, Lk): of what the softcap is given, absolute
     output: Float
     lse: Float
 
@@ -178,7 +179,7 @@ class _Errors:
         common = 2 * (keys + 8) * u + 4 * u * size_of_lse + 2 * weight_rounding
         used = np.nan_to_num(steps.used_weights, posinf=0.0, neginf=0.0)
         values = _finite(steps.value)
-        kept = steps.kept / (1 - steps.rate if steps.rate < 1 else 1.0)
+        kept = steps.kept / _share(steps)
         output = (used * relative) @ values
         output = output + common[..., None] * (used @ values)
         output = output + row[..., None] * _finite(steps.output)
@@ -188,97 +189,123 @@ class _Errors:
         return cls(u, relative, row, raw, output, lse)
 
 
+@dataclass(frozen=True)
+class _BackwardErrors:
+    """What the steps of the backward pass may err by."""
+
+    by_score: Float  # (B..., Hq, Lq, Lk)
+    by_product: Float  # (B..., Hq, Lq, Lk)
+    weights: Float  # (B..., Hq, Lq, Lk): of the weights as they are made again
+    by_sink: Float  # (B..., Hq, Lq)
+
+    @classmethod
+    def of(cls, steps: Steps, gradient: Gradient, error: _Errors, half: float) -> _BackwardErrors:
+        """Return the errors; `half` is the rounding of what is multiplied in half precision."""
+        u = error.unit
+        d_output, d_lse = np.abs(gradient.d_output), np.abs(gradient.d_lse)
+        width, keys = steps.value.shape[-1], steps.allowed.sum(axis=-1)
+        weights = np.nan_to_num(steps.weights)
+
+        # The weights, made again from the lse, and from scores that need not be rounded as before.
+        of_lse = error.row + 4 * u * _finite(steps.lse) + FUNCTION * u
+        remade = error.weight + of_lse[..., None]
+        by_weight = _finite(gradient.by_weight)
+        sizes = d_output @ _finite(steps.value).swapaxes(-1, -2) / _share(steps)
+        by_weight_error = np.where(steps.kept, (width + 6) * u * sizes + half * by_weight, 0.0)
+        # The row's mean, from the weights or from the output, which may have been rounded by then.
+        mean = _finite(gradient.mean)
+        mean_error = (d_output * error.output).sum(axis=-1)
+        mean_error = mean_error + (weights * (by_weight_error + remade * by_weight)).sum(axis=-1)
+        summed = (d_output * _finite(steps.output)).sum(axis=-1)
+        summed = summed + (weights * by_weight).sum(axis=-1)
+        mean_error = mean_error + 2 * (width + keys + 8) * u * summed
+
+        inner = np.where(weights > 0, np.divide(gradient.by_score, weights), 0.0)
+        by_score = weights * (
+            remade * _finite(inner)
+            + by_weight_error
+            + mean_error[..., None]
+            + 4 * u * (by_weight + (mean + d_lse)[..., None])
+        )
+        by_score = np.where(steps.allowed, by_score + half * _finite(gradient.by_score), 0.0)
+
+        by_product = by_score * steps.slope + half * _finite(gradient.by_product)
+        if steps.softcap is not None:
+            bounded = np.abs(np.tanh(steps.product / steps.softcap))
+            slope = 2 * bounded * steps.slope * error.raw / steps.softcap + 2 * FUNCTION * u
+            by_product = by_product + _finite(gradient.by_score) * slope
+
+        of_sink = error.row + 4 * u * (np.abs(steps.top) + _finite(steps.lse)) + FUNCTION * u
+        by_sink = steps.sink_weight * ((of_sink + 4 * u) * (mean + d_lse) + mean_error)
+        return cls(
+            by_score,
+            np.where(steps.allowed, by_product, 0.0),
+            np.nan_to_num(steps.used_weights) * (remade + half),
+            by_sink,
+        )
+
+
 def _gradient_bounds(
     steps: Steps, gradient: Gradient, inputs: Mapping[str, Any], dtype: str
 ) -> dict[str, Float]:
-    error = _Errors.of(steps, dtype)
-    u, layout = error.unit, inputs.get("layout") or "bhld"
     half = _ROUNDING[dtype].unit if dtype in ("float16", "bfloat16") else 0.0
-    d_output, d_lse = np.abs(gradient.d_output), np.abs(gradient.d_lse)
-    value_width = steps.value.shape[-1]
-    rate = 1 - steps.rate if steps.rate < 1 else 1.0
-    weights = np.nan_to_num(steps.weights)
-    columns = steps.allowed.sum(axis=-1)
+    forward = _Errors.of(steps, dtype)
+    error = _BackwardErrors.of(steps, gradient, forward, half)
+    u, layout = forward.unit, inputs.get("layout") or "bhld"
+    by_product = _finite(gradient.by_product)
+    by_score = _finite(gradient.by_score)
+    weights, d_output = np.nan_to_num(steps.used_weights), np.abs(gradient.d_output)
+    flushed = np.where(steps.allowed, _flushed(dtype) / _share(steps), 0.0)
 
-    # The weights, made again from the lse, and from scores that need not be rounded as before.
-    remade = error.weight + (error.row + 4 * u * _finite(steps.lse) + FUNCTION * u)[..., None]
-    by_weight = _finite(gradient.by_weight)
-    weight_error = (value_width + 6) * u * (d_output @ _finite(steps.value).swapaxes(-1, -2)) / rate
-    weight_error = np.where(steps.kept, weight_error + half * by_weight, 0.0)
-    # The row's mean, from the weights or from the output, which may have been rounded by then.
-    mean = _finite(gradient.mean)
-    mean_error = (d_output * error.output).sum(axis=-1)
-    mean_error = mean_error + (weights * (weight_error + remade * by_weight)).sum(axis=-1)
-    sizes = d_output * _finite(steps.output)
-    mean_error = mean_error + 2 * (value_width + columns + 8) * u * (
-        sizes.sum(axis=-1) + (weights * by_weight).sum(axis=-1)
-    )
-    difference = _finite(np.where(weights > 0, np.divide(gradient.by_score, weights), 0.0))
-    score_error = weights * (
-        remade * difference
-        + weight_error
-        + mean_error[..., None]
-        + 4 * u * (by_weight + (mean + d_lse)[..., None])
-    )
-    score_error = score_error + half * _finite(gradient.by_score)
-
-    slope_error: Any = 0.0
-    if steps.softcap is not None:
-        bounded = np.abs(np.tanh(steps.product / steps.softcap))
-        slope_error = 2 * bounded * steps.slope * error.tanh / steps.softcap + 2 * FUNCTION * u
-    size = _finite(gradient.by_product)
-    product_error = score_error * steps.slope + _finite(gradient.by_score) * slope_error
-    product_error = np.where(steps.allowed, product_error + half * size, 0.0)
-
-    used, size_of_scale = np.nan_to_num(steps.used_weights), abs(steps.scale)
-    value_error = used * (remade + half)
-    flushed = np.where(steps.allowed, _flushed(dtype) / rate, 0.0)
-
-    def summed(error_of_factor: Float, factor: Float, other: Float) -> tuple[Float, Float]:
-        """Return the error of ``factor @ other``, and the size of what is summed."""
-        terms = factor @ other
-        count = factor.shape[-1]
-        return (error_of_factor + flushed_of(factor)) @ other + 2 * (count + 8) * u * terms, terms
-
-    def flushed_of(factor: Float) -> Float:
-        return flushed if factor.shape == flushed.shape else flushed.swapaxes(-1, -2)
-
-    per_head = {
-        "query": summed(product_error, size, _finite(steps.key)),
-        "key": summed(
-            product_error.swapaxes(-1, -2), size.swapaxes(-1, -2), _finite(steps.query)
-        ),
-        "value": summed(value_error.swapaxes(-1, -2), used.swapaxes(-1, -2), d_output),
-    }
     bounds = {}
-    for name, (spread, terms) in per_head.items():
-        factor = 1.0 if name == "value" else size_of_scale
+    for name, factor, factor_error, other in (
+        ("query", by_product, error.by_product, steps.key),
+        ("key", _turned(by_product), _turned(error.by_product), steps.query),
+        ("value", _turned(weights), _turned(error.weights), d_output),
+    ):
+        scale = 1.0 if name == "value" else abs(steps.scale)
+        lost = flushed if name == "query" else _turned(flushed)
+        terms = scale * (factor @ _finite(other))
+        spread = scale * ((factor_error + lost) @ _finite(other))
+        spread = spread + 2 * (factor.shape[-1] + 8) * u * terms
+        # Heads that share a key, and a batch that shares an array, are summed afterwards, maybe
+        # after each part has been rounded to the dtype.
         shape = np.shape(inputs[name])
-        # Heads that share a key, and a batch that shares an array, are summed afterwards.
-        shared = max(1, spread.size // max(1, int(np.prod(shape))))
-        bound = like(spread * factor, shape, layout)
-        bound = bound + 2 * shared * u * like(terms * factor, shape, layout)
-        exact = np.abs(gradient.by_argument[name])
-        parts = like(terms * factor, shape, layout) if shared > 1 else exact
-        bounds[name] = bound + _last_rounding(dtype, 2 * parts if shared > 1 else exact)
+        parts = _shared(spread, shape)
+        sizes = like(terms, shape, layout)
+        bound = like(spread, shape, layout) + 2 * parts * u * sizes
+        last = 2 * sizes if parts > 1 else gradient.by_argument[name]
+        bounds[name] = bound + _last_rounding(dtype, last)
     if "bias" in gradient.by_argument:
         shape = np.shape(inputs["bias"])
-        shared = max(1, score_error.size // max(1, int(np.prod(shape))))
-        sizes = summed_to(_finite(gradient.by_score), shape)
-        bound = summed_to(np.where(steps.allowed, score_error, 0.0), shape) + 2 * shared * u * sizes
+        sizes = summed_to(by_score, shape)
+        bound = summed_to(error.by_score, shape) + 2 * _shared(by_score, shape) * u * sizes
         bounds["bias"] = bound + _last_rounding(_name(inputs["bias"]), sizes)
     if "sinks" in gradient.by_argument:
-        sink_weight = steps.sink_weight
-        relative = error.row + 4 * u * (np.abs(steps.top) + _finite(steps.lse)) + FUNCTION * u
-        bound = sink_weight * (relative * (mean + d_lse) + mean_error + 4 * u * (mean + d_lse))
-        sizes = sink_weight * (mean + d_lse)
-        heads = (sizes.shape[-2], 1, 1)
-        shared = sizes.size // max(1, sizes.shape[-2])
-        total = (bound + 2 * (shared + 8) * u * sizes)[..., None]
-        bounds["sinks"] = summed_to(total, heads)[:, 0, 0] + _last_rounding(
-            _name(inputs["sinks"]), summed_to(sizes[..., None], heads)[:, 0, 0]
-        )
+        sizes = steps.sink_weight * (_finite(gradient.mean) + np.abs(gradient.d_lse))
+        rows = sizes.size // max(1, sizes.shape[-2])
+        bound = _by_head(error.by_sink + 2 * (rows + 8) * u * sizes)
+        bounds["sinks"] = bound + _last_rounding(_name(inputs["sinks"]), _by_head(sizes))
     return bounds
+
+
+def _by_head(rows: Float) -> Float:
+    """Sum (B..., Hq, Lq) over everything but the heads."""
+    return summed_to(rows[..., None], (rows.shape[-2], 1, 1))[:, 0, 0]
+
+
+def _shared(array: Float, shape: tuple[int, ...]) -> int:
+    """Return how many numbers are summed into one, where an argument was broadcast."""
+    return max(1, array.size // max(1, int(np.prod(shape))))
+
+
+def _share(steps: Steps) -> float:
+    """Return what dropout divides by."""
+    return 1 - steps.rate if steps.rate < 1 else 1.0
+
+
+def _turned(array: Float) -> Float:
+    return array.swapaxes(-1, -2)
 
 
 def _last_rounding(dtype: str, sizes: Float) -> Float:

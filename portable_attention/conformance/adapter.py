@@ -124,7 +124,7 @@ class Adapter:
     def _differentiated(
         self, own: dict[str, Any], options: dict[str, Any], cotangents: dict[str, Any]
     ) -> tuple[Any, Any, dict[str, Any]]:
-        names = [name for name in DIFFERENTIABLE if name in own]
+        names: list[str] = [name for name in DIFFERENTIABLE if name in own]
         wants_lse = bool(options.get("return_lse"))
         d_output, d_lse = cotangents["d_output"], cotangents.get("d_lse")
         if self.vjp is not None:
@@ -154,7 +154,8 @@ class Adapter:
             told = f"{type(result).__module__}.{type(result).__qualname__}"
             problems.append(("arrays", f"{name} is {told}, not an array of {self.library.name}"))
             return None
-        if (found := str(result.dtype).rpartition(".")[2]) != dtype:
+        found = str(getattr(result, "dtype", None)).rpartition(".")[2]
+        if found != dtype:
             problems.append((rule, f"{name} has dtype {found}, not {dtype}"))
         if (here := str(_device(result))) != (there := str(_device(query))):
             problems.append(("purity", f"{name} is on {here}, the inputs are on {there}"))
@@ -234,7 +235,7 @@ def _jax_gradients(
         return _pair(called({**own, **arrays}, options), wants_lse)[: 1 + wants_lse]
 
     results, pullback = jax.vjp(function, {name: own[name] for name in names})
-    upstream = (d_output,)
+    upstream: tuple[Any, ...] = (d_output,)
     if wants_lse:
         upstream = (d_output, jax.numpy.zeros_like(results[1]) if d_lse is None else d_lse)
     (gradients,) = pullback(upstream)

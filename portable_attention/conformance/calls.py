@@ -1,4 +1,4 @@
-"""One call of an implementation, as data that can be sent to another process, and what came back."""
+"""One call of an implementation, as data that can be sent elsewhere, and what came back."""
 
 from __future__ import annotations
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from typing import Any, Final
 
+import numpy as np
+
 from portable_attention.conformance.calls import INPUTS, Call
 from portable_attention.conformance.capabilities import needs
 from portable_attention.conformance.checks import needs_of_check
@@ -76,12 +78,30 @@ class Case:
     @cached_property
     def _call(self) -> Call:
         made = {name: array.make() for name, array in self.arrays.items()}
-        cotangents = {name: made.pop(name) for name in ("d_output", "d_lse") if name in made}
+        upstream: list[str] = [name for name in ("d_output", "d_lse") if name in made]
+        cotangents = {name: made.pop(name) for name in upstream}
         return Call(made, self.options, cotangents)
 
     @cached_property
     def _needs(self) -> frozenset[str]:
         return needs(self._call) | needs_of_check(self.check) | frozenset(self.also)
+
+    def in_dtype(self, dtype: str) -> Case:
+        """Return the case with query, key and value, and their gradients, in another dtype."""
+        recast = {
+            name: replace(array, dtype=dtype) if name in (*INPUTS, "d_output") else array
+            for name, array in self.arrays.items()
+        }
+        return replace(self, arrays=recast)
+
+    def is_in_range(self) -> bool:
+        """Return whether the dtypes hold all numbers: whether none became infinite."""
+        return all(
+            array.dtype == "float64"
+            or bool((np.isinf(array.make()) == np.isinf(array.numbers())).all())
+            for name, array in self.arrays.items()
+            if name in INPUTS
+        )
 
     def tags(self) -> tuple[str, ...]:
         """Return its tags: capabilities, dtype among them, and its size."""

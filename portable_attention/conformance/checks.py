@@ -89,17 +89,17 @@ class Trial:
 
 
 def one_call(trial: Trial, call: Call) -> None:
-    """The call gives what the oracle gives."""
+    """Hold that the call gives what the oracle gives."""
     trial.judged(call)
 
 
 def output_alone(trial: Trial, call: Call) -> None:
-    """The output is the same where no lse is asked for."""
+    """Hold that the output is the same where no lse is asked for."""
     trial.judged(replace(call, lse=False))
 
 
 def same_bits(trial: Trial, call: Call) -> None:
-    """The same call, three times, gives the same bits."""
+    """Hold that the same call, three times, gives the same bits."""
     first = trial.judged(call)
     for _ in range(2):
         again = trial.run(call)
@@ -111,7 +111,7 @@ def same_bits(trial: Trial, call: Call) -> None:
 
 
 def memory_layouts(trial: Trial, call: Call) -> None:
-    """Nothing depends on how the inputs lie in memory, and read-only inputs are taken."""
+    """Hold that nothing depends on how the inputs lie in memory, and read-only inputs are taken."""
     for view in ("swapped", "stepped", "reversed", "readonly", "broadcast"):
         if view == "broadcast":
             same = {name: _all_like_first(call.arrays[name]) for name in INPUTS}
@@ -120,7 +120,7 @@ def memory_layouts(trial: Trial, call: Call) -> None:
 
 
 def neighbours(trial: Trial, call: Call) -> None:
-    """An item gets the same alone, beside others, and beside others of another size."""
+    """Hold that an item gets the same alone, beside others, and beside large ones."""
     trial.judged(call, "all items")
     trial.judged(_item(call, -1), "the last item alone")
     loud = {name: _first_made_loud(call.arrays[name]) for name in INPUTS}
@@ -128,7 +128,7 @@ def neighbours(trial: Trial, call: Call) -> None:
 
 
 def rows_alone(trial: Trial, call: Call) -> None:
-    """A query row gets the same alone: decoding is the last row of a prefill."""
+    """Hold that a query row gets the same alone: decoding is the last row of a prefill."""
     trial.judged(call, "all rows")
     rows = call.arrays["query"].shape[-2]
     offset = int(call.argument("query_offset", 0))
@@ -142,7 +142,7 @@ def rows_alone(trial: Trial, call: Call) -> None:
 
 
 def rows_through_the_end(trial: Trial, call: Call) -> None:
-    """Decoding with a cache: one query at the end of the valid keys is a row of the prefill."""
+    """Hold that one query at the end of the valid keys of a cache is a row of the prefill."""
     trial.judged(call, "prefill")
     query = call.arrays["query"]
     for length in (1, query.shape[-2] // 2, query.shape[-2]):
@@ -152,7 +152,7 @@ def rows_through_the_end(trial: Trial, call: Call) -> None:
 
 
 def split_keys(trial: Trial, call: Call) -> None:
-    """Two parts of the keys, merged by their lse, are the whole."""
+    """Hold that two parts of the keys, merged by their lse, are the whole."""
     keys = call.arrays["key"].shape[-2]
     cut = keys // 2 + 1
     parts = []
@@ -181,7 +181,7 @@ def split_keys(trial: Trial, call: Call) -> None:
 
 
 def refusal(trial: Trial, call: Call) -> None:
-    """The call is refused with TypeError or ValueError."""
+    """Hold that the call is refused with TypeError or ValueError."""
     outcome = trial.run(call)
     trial.outcomes.append(outcome)
     if outcome.kind in ("hung", "crashed"):

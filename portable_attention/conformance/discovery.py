@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -14,20 +14,12 @@ from portable_attention.conformance.capabilities import (
     DTYPES,
     Conventions,
     choices_of,
-    implied,
 )
 from portable_attention.conformance.cases import bits, find, inputs, select
+from portable_attention.conformance.holder import LIMIT, Holder
 from portable_attention.conformance.judge import answers, judge_results, results_of
 from portable_attention.conformance.oracle import Numbers
 from portable_attention.conformance.report import CaseResult
-from portable_attention.conformance.runner import LIMIT, Run, why_not_applicable
-from portable_attention.conformance.sessions import (
-    Implementation,
-    Session,
-    name_of,
-    open_session,
-)
-from portable_attention.conformance.translation import translated, translated_back
 
 _TRIED: Final = 3  # cases for each capability
 
@@ -66,7 +58,9 @@ class Fingerprint:
             parts += ["--backend", self.backend]
         for name, value in self.conventions.deviations().items():
             parts += ["--convention", f"{name}={value}"]
-        if left_out := sorted({*self.missing, *self.wrong}):
+        # What has no keyword is not implied anyway, nor is validation.
+        silent = {name for name, why in self.missing.items() if why.startswith("no ")}
+        if left_out := sorted({*self.missing, *self.wrong} - silent - {"validation"}):
             parts += ["--without", ",".join(left_out)]
         return " ".join(parts)
 
@@ -117,49 +111,66 @@ def discover(
     >>> discover(attention, isolate=False).conventions.empty_rows
     'zero'
     """
-    session = open_session(Implementation(function, backend, device, vjp), isolate, time_limit)
-    try:
-        about = session.describe()
-        able = implied(about["keywords"], gradients=about["gradients"]) | {"validation"}
-        probe = _Probe(session, able)
-        conventions = probe.conventions()
-        run = Run(session, name_of(function), backend, conventions, able, declared=True)
-        capabilities, missing, wrong = _capabilities(run, able, conventions)
-    finally:
-        session.close()
+    options: dict[str, Any] = {
+        "backend": backend,
+        "device": device,
+        "vjp": vjp,
+        "isolate": isolate,
+        "time_limit": time_limit,
+    }
+    with Holder(function, **options) as holder:
+        holder.declared = True  # what it refuses is missing, and not forgiven
+        able = holder.capabilities = holder.capabilities | {"validation"}
+        dtypes = _dtypes(holder)
+        holder.capabilities = able - {*DTYPES} | dtypes
+        probe = _Probe(holder, sorted(dtypes, key=DTYPES.index)[-1] if dtypes else "float32")
+        holder.conventions = probe.conventions()
+        capabilities, missing, wrong = _capabilities(holder, able)
     for name in CAPABILITIES:
         if name not in able:
             missing.setdefault(name, "no keyword for it" if name != "gradients" else "no vjp")
     return Fingerprint(
-        name_of(function),
+        holder.name,
         backend,
-        about["library"],
-        about["device"],
-        conventions,
+        holder.library,
+        holder.device,
+        holder.conventions,
         capabilities,
         missing,
         wrong,
     )
 
 
+def _dtypes(holder: Holder) -> frozenset[str]:
+    """Return the dtypes that a plain call is not refused in; in each layout it is a plain call."""
+    found = set()
+    for dtype in DTYPES:
+        arrays = {name: a.make() for name, a in inputs(1, heads=4, dtype=dtype).items()}
+        if not holder.run(Call(arrays, lse=False)).refused:
+            found.add(dtype)
+    return frozenset(found)
+
+
 def _capabilities(
-    run: Run, able: frozenset[str], conventions: Conventions
+    holder: Holder, able: frozenset[str]
 ) -> tuple[frozenset[str], dict[str, str], dict[str, str]]:
     """Return what is right, what is refused, and what is wrong."""
     found: set[str] = set()
     missing: dict[str, str] = {}
     wrong: dict[str, str] = {}
+    for dtype in {*DTYPES} - holder.capabilities:
+        missing[dtype] = "a plain call is refused"
     # The dtypes first: every other case needs one of them.
-    for capability in (*DTYPES, *CAPABILITIES):
+    for capability in (*DTYPES[::-1], *CAPABILITIES):
         if capability in found or capability not in able or {capability} & {*missing, *wrong}:
             continue
         results = []
-        for case in select():
+        for case in map(holder.prepared, select()):
             needed = case.needs()
             if capability not in needed or not needed - found <= {capability}:
                 continue
-            if not why_not_applicable(case, able, conventions):
-                results.append(run.case(case))
+            if not holder.why_not_applicable(case):
+                results.append(holder.case(case))
             if len(results) == _TRIED:
                 break
         _note(capability, results, found, missing, wrong)
@@ -187,9 +198,10 @@ def _note(
 class _Probe:
     """Asks which conventions an implementation follows."""
 
-    def __init__(self, session: Session, able: frozenset[str]) -> None:
-        self._session = session
-        self._able = able
+    def __init__(self, holder: Holder, dtype: str) -> None:
+        self._holder = holder
+        self._able = holder.capabilities
+        self._dtype = dtype
         self._found = Conventions()
 
     def conventions(self) -> Conventions:
@@ -209,12 +221,13 @@ class _Probe:
         return self._found
 
     def _made(self, seed: int, **sizes: Any) -> Call:
-        arrays = {name: array.make() for name, array in inputs(seed, **sizes).items()}
+        arrays = {
+            name: array.make() for name, array in inputs(seed, dtype=self._dtype, **sizes).items()
+        }
         return Call(arrays, lse=False)
 
     def _run(self, call: Call, conventions: Conventions) -> Outcome:
-        outcome = self._session.run(translated(call, conventions))
-        return translated_back(call, outcome, conventions)
+        return self._holder.run(call, conventions)
 
     def _choose(self, convention: str, call: Call, part: str = "output") -> None:
         """Take the first value of a convention under which the answer is right."""
@@ -241,16 +254,15 @@ class _Probe:
 
     def _find_empty_rows(self) -> None:
         """Look at a row whose keys are all out of reach, by whatever option there is."""
-        for needed, case_id in (
-            ("mask", "empty/by-mask"),
-            ("lengths", "empty/no-valid-keys"),
-            ("bias", "empty/by-bias"),
-        ):
-            if needed in self._able:
-                break
-        else:
+        ways = {
+            "mask": "empty/by-mask",
+            "lengths": "empty/no-valid-keys",
+            "bias": "empty/by-bias",
+        }
+        needed = next((name for name in ways if name in self._able), None)
+        if needed is None:
             return
-        call = replace(find(case_id).call(), lse="lse" in self._able)
+        call = replace(find(ways[needed]).in_dtype(self._dtype).call(), lse="lse" in self._able)
         outcome = self._run(call, self._found)
         row = (1, 0, 0) if needed == "lengths" else (0, 0, 1)
         if outcome.output is not None and outcome.output.ndim == 4:
@@ -271,9 +283,3 @@ def _kind_of_lse(number: float) -> str:
     if np.isinf(number):
         return "inf" if number > 0 else "-inf"
     return "lowest" if number < -1e30 else "0"
-
-
-def names(capabilities: Iterable[str]) -> str:
-    """Return capabilities in their order, as the command line takes them."""
-    known = set(capabilities)
-    return ",".join(name for name in CAPABILITIES if name in known)

@@ -96,12 +96,15 @@ class Array:
 
     def make(self) -> Numbers:
         """Return the array."""
-        numbers = _KINDS[self.kind](self).reshape(self.shape)
         with np.errstate(over="ignore"):
-            array = numbers.astype(numpy_dtype(self.dtype))
+            return self.numbers().astype(numpy_dtype(self.dtype))
+
+    def numbers(self) -> Numbers:
+        """Return the numbers before they are rounded to the dtype."""
+        numbers = _KINDS[self.kind](self).reshape(self.shape)
         for index, number in self.put:
-            array[tuple(slice(None) if at is None else at for at in index)] = number
-        return array
+            numbers[tuple(slice(None) if at is None else at for at in index)] = number
+        return numbers
 
     def with_put(self, *entries: tuple[Index, float]) -> Array:
         """Return the same array with some more entries replaced."""
@@ -125,7 +128,8 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
     if name == "bfloat16":
         import ml_dtypes
 
-        return np.dtype(ml_dtypes.bfloat16)
+        dtype: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
+        return dtype
     return np.dtype(name)
 
 
@@ -133,8 +137,8 @@ def _bell(array: Array) -> Numbers:
     word = words(array.seed, _size(array))
     low = np.uint64(0xFFFF)
     parts = [(word >> np.uint64(bits)) & low for bits in (0, 16, 32, 48)]
-    total = sum(part.astype(np.int64) for part in parts) - 131070
-    return array.gain * (total / 32768)
+    total = np.asarray(np.sum(parts, axis=0, dtype=np.int64)) - 131070
+    return np.asarray(array.gain * (total / 32768))
 
 
 def _bits(array: Array) -> Numbers:

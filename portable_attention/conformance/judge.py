@@ -115,14 +115,19 @@ def _answers(call: Call, conventions: Conventions) -> dict[str, Answer]:
 
 
 def _with_conventions(steps: oracle.Steps, conventions: Conventions) -> tuple[Float, Float]:
-    """Return output and lse, with what a convention puts into empty rows."""
+    """Return output and lse, with what a convention puts into empty rows.
+
+    Without any keys the output is an empty sum, 0, in every convention.
+    """
     output, lse, empty = steps.output, steps.lse, steps.empty
-    if conventions.empty_rows == "mean" and steps.value.shape[-2]:
+    if not steps.value.shape[-2]:
+        empty = np.zeros_like(empty)
+    if conventions.empty_rows == "mean":
         mean = np.broadcast_to(steps.value.mean(axis=-2, keepdims=True), output.shape)
         output = np.where(empty[..., None], mean, output)
     elif conventions.empty_rows == "nan":
         output = np.where((empty & np.isneginf(steps.sink))[..., None], np.nan, output)
-    lse = np.where(empty & np.isneginf(steps.sink), expected_empty_lse(conventions), lse)
+    lse = np.where(steps.empty & np.isneginf(steps.sink), expected_empty_lse(conventions), lse)
     return output, lse
 
 
@@ -166,7 +171,8 @@ def judge_results(
     half
         Whether the inputs are of half precision.
     """
-    units, findings = {}, []
+    units: dict[str, float] = {}
+    findings: list[Finding] = []
     for name in sorted(results.keys() & expected.keys(), key=list(expected).index):
         found, answer = np.asarray(results[name]), expected[name]
         plain = name == "lse" and not findings and rule in _PLAIN_RULES

@@ -19,6 +19,8 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from portable_attention.conformance.kept import kept_pairs
+
 Float = NDArray[np.float64]
 Bool = NDArray[np.bool_]
 Numbers = NDArray[Any]
@@ -53,7 +55,7 @@ class Steps:
     @property
     def empty(self) -> Bool:
         """The rows (B..., Hq, Lq) without an allowed key."""
-        rows: Bool = ~self.allowed.any(axis=-1)
+        rows: Bool = np.logical_not(self.allowed.any(axis=-1))
         return rows
 
     @property
@@ -310,33 +312,6 @@ def allowed_pairs(
     return np.broadcast_to(allowed, shape)
 
 
-def kept_pairs(rate: float, seed: int, shape: tuple[int, ...]) -> Bool:
-    """Return which pairs of scores (B..., Hq, Lq, Lk) dropout keeps.
-
-    The arithmetic is that of docs/semantics.md#how-a-pair-is-kept.
-    """
-    *batch, heads, rows, columns = shape
-    golden, euler = np.uint32(0x9E3779B9), np.uint32(0xB7E15163)
-    seeds = [np.array(seed >> bits & 0xFFFFFFFF, dtype=np.uint32) for bits in (0, 32)]
-    item = np.arange(math.prod(batch), dtype=np.uint32)[:, None, None, None]
-    head = np.arange(heads, dtype=np.uint32)[:, None, None]
-    row = np.arange(rows, dtype=np.uint32)[:, None]
-    column = np.arange(columns, dtype=np.uint32)
-
-    keys = []
-    for start in (golden, euler):
-        state: Numbers = np.array([start])
-        for number in (*seeds, item, head, row):
-            state = _mix((_mix(np.atleast_1d(number)) ^ state) + golden)
-        keys.append(state)
-    x = (keys[0] ^ _mix(column)) * np.uint32(0x7FEB352D)
-    x = (x ^ (x >> np.uint32(15))) + keys[1]
-    x = x * np.uint32(0x846CA68B)
-    x = x ^ (x >> np.uint32(16)) ^ np.uint32(0x80000000)
-    kept: Bool = x.astype(np.int64) >= round(rate * 2**32)
-    return np.broadcast_to(kept, (math.prod(batch), heads, rows, columns)).reshape(shape)
-
-
 def selecting_product(weights: Float, values: Float, felt: Bool) -> Float:
     """Return ``weights @ values``, where row i feels value j only if ``felt[i, j]``.
 
@@ -372,7 +347,8 @@ def summed_to(array: Float, shape: tuple[int, ...]) -> Float:
     """Sum an array over the axes along which one of `shape` was broadcast to it."""
     padded = (1,) * (array.ndim - len(shape)) + tuple(shape)
     axes = tuple(axis for axis, size in enumerate(padded) if size == 1 != array.shape[axis])
-    return array.sum(axis=axes, keepdims=True).reshape(shape)
+    summed: Float = array.sum(axis=axes, keepdims=True)
+    return summed.reshape(shape)
 
 
 def _heads_first(array: Numbers, layout: str) -> Float:
@@ -412,9 +388,3 @@ def _cotangent(array: Numbers | None, like_this: Float, layout: str) -> Float:
         return np.zeros_like(like_this)
     wide = np.asarray(array).astype(np.float64)
     return (wide.swapaxes(-3, -2) if layout == "blhd" else wide).reshape(like_this.shape)
-
-
-def _mix(x: Numbers) -> Numbers:
-    x = (x ^ (x >> np.uint32(16))) * np.uint32(0x7FEB352D)
-    x = (x ^ (x >> np.uint32(15))) * np.uint32(0x846CA68B)
-    return x ^ (x >> np.uint32(16))

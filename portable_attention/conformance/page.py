@@ -61,9 +61,7 @@ def page(report: Report) -> str:
 
 def _key() -> str:
     samples = (0.0, 0.01, 0.1, 0.5, 1.0, 10.0, math.inf)
-    return "".join(
-        f'<span style="background:{_colour(u)}">{_number(u)}</span>' for u in samples
-    )
+    return "".join(f'<span style="background:{_colour(u)}">{_number(u)}</span>' for u in samples)
 
 
 def _matrix(report: Report) -> str:

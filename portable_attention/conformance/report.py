@@ -145,12 +145,9 @@ class Report:
             lines.append(f"  by its conventions: {told}")
         if worst := self._worst():
             lines.append(f"  largest error that passed: {worst[0]:.2f} of its bound, in {worst[1]}")
-        for status in ("refused", "not applicable"):
-            reasons = Counter(
-                result.why.partition(":")[0] for result in self.results if result.status == status
-            )
-            for reason, number in reasons.most_common():
-                lines.append(f"  {status}, {number} cases: {reason}")
+        for status in ("refused", "not applicable", "not run"):
+            if reasons := self._reasons(status):
+                lines.append(f"  {status}: {reasons}")
         if self.findings:
             broken = Counter(finding.rule for finding in self.findings)
             lines.append("  rules broken, the likeliest cause first:")
@@ -162,6 +159,18 @@ class Report:
         if len(self.findings) > _SHOWN:
             lines += ["", f"... and {len(self.findings) - _SHOWN} more findings"]
         return lines
+
+    def _reasons(self, status: str) -> str:
+        """Return why cases have a status, with the number of cases for each reason."""
+        counted: Counter[str] = Counter()
+        for result in self.results:
+            if result.status == status:
+                reason = result.why.partition(":")[0]
+                names = reason.removeprefix("needs ").split(", ")
+                counted.update(names if reason.startswith("needs ") else [reason])
+        needs = "for want of " if status == "not applicable" else ""
+        told = ", ".join(f"{reason} ({number})" for reason, number in counted.most_common())
+        return needs + told if told else ""
 
     def _worst(self) -> tuple[float, str] | None:
         passed = [
@@ -199,7 +208,7 @@ class Report:
         return _written(text, path)
 
     def to_html(self, path: str | Path | None = None) -> str:
-        """Return the report as one page that needs nothing else, and write it if a file is named."""
+        """Return the report as one page of its own, and write it to a file if one is named."""
         from portable_attention.conformance.page import page
 
         return _written(page(self), path)

@@ -126,7 +126,7 @@ def code(
     own = translated(call, conventions)
     arrays = {**own.arrays, **own.cotangents}
     library = {"torch": "import torch", "jax": "import jax.numpy as jnp"}.get(backend, "")
-    lines = ["import numpy as np"] + ([library] if library else [])
+    lines = [library] if library else ["import numpy as np"]
     if any(array.dtype.name == "bfloat16" for array in arrays.values()) and not library:
         lines.append("import ml_dtypes")
     if "dropout" in own.options:
@@ -156,7 +156,8 @@ def code(
         result = "output, lse" if own.lse else "output"
         lines += [f"{result} = {function}({called})", f"print({result})"]
     lines += [f"# {message}"]
-    return "\n".join(lines)
+    text = "\n".join(lines)
+    return f"import numpy as np\n{text}" if library and "np." in text.replace("jnp.", "") else text
 
 
 def _import_of(name: str) -> list[str]:

@@ -21,8 +21,8 @@ def translated(call: Call, conventions: Conventions) -> Call:
         for name in ("query", "mask", "bias", "sinks"):
             if name in arrays:
                 arrays[name] = _heads_taken(name, arrays[name], order)
-        for name in cotangents:
-            cotangents[name] = _heads_taken(name, cotangents[name], order)
+        for name, array in cotangents.items():
+            cotangents[name] = _heads_taken(name, array, order)
     if _transposes(call, conventions):
         for name in INPUTS:
             arrays[name] = _swapped(arrays[name])

@@ -24,8 +24,10 @@ def serve(connection: Connection, written: str, implementation: Implementation) 
     null = os.open(os.devnull, os.O_RDONLY)
     for number, to in ((0, null), (1, log), (2, log)):
         os.dup2(to, number)
-    sys.stdout = open(1, "w", closefd=False, encoding="utf-8", errors="replace")
-    sys.stderr = open(2, "w", closefd=False, encoding="utf-8", errors="replace")
+    sys.stdout, sys.stderr = (
+        open(number, "w", closefd=False, encoding="utf-8", errors="replace")  # noqa: SIM115
+        for number in (1, 2)
+    )
     try:
         adapter = implementation.adapter()
         connection.send(("ready", adapter.describe()))

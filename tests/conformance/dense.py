@@ -218,8 +218,8 @@ class Dense:
             "key": state.scale * selected(swapped, state.q, felt),
             "value": self.by_value(state, d_output),
         }
-        for name in found:
-            found[name] = self.like(found[name], getattr(state.given, name), state)
+        for name, gradient in found.items():
+            found[name] = self.like(gradient, getattr(state.given, name), state)
         if state.given.bias is not None:
             found["bias"] = self.by_bias(by_score, state.given.bias)
         if state.given.sinks is not None:

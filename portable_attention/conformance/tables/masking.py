@@ -96,7 +96,10 @@ MASKS: Final = (
         "bias/infinite",
         "A bias of -inf takes the pair out.",
         "bias",
-        inputs(103, bias=bell((4, 4), 103).with_put(((0, 1), -INF), ((2, None), -INF), ((2, 2), 0.0))),
+        inputs(
+            103,
+            bias=bell((4, 4), 103).with_put(((0, 1), -INF), ((2, None), -INF), ((2, 2), 0.0)),
+        ),
     ),
     Case(
         "bias/very-negative",

@@ -134,15 +134,11 @@ SINKS: Final = (
 
 def _poison(name: str, number: float, seed: int, shows: str, **options: object) -> tuple[Case, ...]:
     """Return cases with a number in the last key and value, which some option masks."""
-    arrays = poisoned(
-        inputs(seed, queries=4, keys=6), number, key=(0, 0, 5, 0), value=(0, 0, 5, 1)
-    )
+    arrays = poisoned(inputs(seed, queries=4, keys=6), number, key=(0, 0, 5, 0), value=(0, 0, 5, 1))
     arrays |= {n: option for n, option in options.items() if isinstance(option, Array)}
     others = {n: option for n, option in options.items() if not isinstance(option, Array)}
     return (
-        Case(
-            f"poison/{name}", shows, "masked-is-not-felt", arrays, others, also=("nan-safety",)
-        ),
+        Case(f"poison/{name}", shows, "masked-is-not-felt", arrays, others, also=("nan-safety",)),
     )
 
 

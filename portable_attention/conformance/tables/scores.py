@@ -167,7 +167,7 @@ def _in(dtype: str, seed: int) -> tuple[Case, ...]:
         ),
         Case(
             f"{dtype}/large-scores",
-            "Scores of tens are kept in float32 or wider: in half precision they would be off by 1%.",
+            "Scores of tens are kept in float32 or wider: half precision would be 1% off.",
             rule,
             inputs(seed + 5, heads=2, queries=5, keys=9, width=16, gain=16.0, dtype=dtype),
         ),
