@@ -113,6 +113,16 @@ def gradient_bounds(
         return _gradient_bounds(steps, gradient, inputs, dtype)
 
 
+def mean_of_values(steps: Steps, dtype: str) -> tuple[Float, Float]:
+    """Return the mean of all values, that some give to empty rows, and its bound."""
+    u, keys = _ROUNDING[compute_dtype(dtype)].unit, steps.value.shape[-2]
+    with np.errstate(all="ignore"):
+        mean = np.broadcast_to(steps.value.mean(axis=-2, keepdims=True), steps.output.shape)
+        size = _finite(steps.value).mean(axis=-2, keepdims=True)
+    half = 2 * _ROUNDING[dtype].unit if dtype in ("float16", "bfloat16") else 0.0
+    return mean, 2 * (keys + 8) * u * size + half * size + _last_rounding(dtype, mean)
+
+
 def in_units(found: Found, expected: Found, bound: Float) -> Float:
     """Return the error of each element in units of its bound: right where at most 1.
 

@@ -43,6 +43,7 @@ class Adapter:
     ) -> None:
         self.function = function
         self.library: Library = open_library(backend, device)
+        self._last: Any = None  # what the call before returned
         self.vjp = vjp if vjp is not None else getattr(function, "vjp", None)
 
     def describe(self) -> dict[str, Any]:
@@ -150,7 +151,8 @@ class Adapter:
     ) -> Numbers | None:
         """Return a result as a NumPy array, and note what is wrong with it."""
         kind = _array_class(self.library.name)
-        if not isinstance(result, kind):
+        # A masked array or a matrix is a NumPy array, too, and behaves as none.
+        if not isinstance(result, kind) or (kind is np.ndarray and type(result) is not kind):
             told = f"{type(result).__module__}.{type(result).__qualname__}"
             problems.append(("arrays", f"{name} is {told}, not an array of {self.library.name}"))
             return None
@@ -166,12 +168,15 @@ class Adapter:
             return None
 
     def _shared(self, name: str, result: Any, own: Mapping[str, Any]) -> list[tuple[str, str]]:
-        if self.library.name != "numpy" or not isinstance(result, np.ndarray):
-            return []
+        """Return in whose memory a result lies, if it is not new."""
+        others = dict(own)
+        if name == "output":
+            others["the output of the call before"] = self._last
+            self._last = result
         return [
             ("purity", f"{name} lies in the memory of {other}")
-            for other, array in own.items()
-            if np.may_share_memory(result, array)
+            for other, array in others.items()
+            if _share_memory(result, array)
         ]
 
 
@@ -285,6 +290,15 @@ def _array_class(library: str) -> type:
     import array_api_strict
 
     return type(array_api_strict.zeros(1))
+
+
+def _share_memory(one: Any, other: Any) -> bool:
+    if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
+        return bool(np.may_share_memory(one, other))
+    if hasattr(one, "untyped_storage") and hasattr(other, "untyped_storage"):  # of PyTorch
+        pointer = one.untyped_storage().data_ptr()
+        return bool(pointer and pointer == other.untyped_storage().data_ptr())
+    return False
 
 
 def _device(array: Any) -> Any:

@@ -223,8 +223,20 @@ def without_offset(call: Call, conventions: Conventions) -> Call | None:
     return _dropped(call, conventions.diagonal)
 
 
-def unexpressible(call: Call, conventions: Conventions) -> str:
-    """Return why the conventions cannot say a call that gives no offset, or ""."""
+def unexpressible(call: Call, conventions: Conventions, *, offsets: bool) -> str:
+    """Return why a call cannot be made in other conventions, or "".
+
+    Parameters
+    ----------
+    call, conventions
+        The call, and the conventions of the implementation.
+    offsets
+        Whether the implementation takes offsets.
+    """
+    if "dropout" in call.options and conventions.head_order != "grouped":
+        return "which pair dropout keeps follows from the order of the heads"
+    if offsets:
+        return ""
     positional = call.options.get("causal") or call.options.get("window") is not None
     if positional and "query_offset" not in {*call.arrays, *call.options}:
         wanted = _offset(call, 0)

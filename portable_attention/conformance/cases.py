@@ -132,7 +132,7 @@ def all_cases() -> tuple[Case, ...]:
         *(scores.PLAIN, inputs.SHAPES, scores.SCALE, inputs.TILES),
         *(masking.MASKS, scores.SLOPES, inputs.LAYOUT, scores.SOFTCAP, masking.POSITIONS),
         *(masking.COMPOSED, rows.EMPTY, inputs.ZERO, rows.SINKS, rows.MASKED, rows.SPECIAL),
-        *(scores.DTYPES, scores.DROPOUT, inputs.MEMORY, gradients.GRADIENTS),
+        *(masking.TOGETHER, scores.DTYPES, scores.DROPOUT, inputs.MEMORY, gradients.GRADIENTS),
         *(inputs.INVARIANCE, inputs.REFUSALS),
     )
     return tuple(case for group in groups for case in group)

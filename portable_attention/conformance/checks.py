@@ -165,7 +165,7 @@ def split_keys(trial: Trial, call: Call) -> None:
         outcome = trial.judged(part, f"keys {piece.start} to {piece.stop}")
         if trial.findings or outcome.output is None or outcome.lse is None:
             return
-        parts.append((outcome, answers(part)))
+        parts.append((_empty_as_specified(outcome, answers(part)), answers(part)))
     whole, merged = answers(call), _merge([outcome for outcome, _ in parts])
     # A merge errs by what its parts err by, weighted as they are, and little more.
     slack = sum(
@@ -229,6 +229,17 @@ def _merge(outcomes: list[Outcome]) -> dict[str, Numbers]:
         "output": (weights[..., None] * outputs).sum(axis=0),
         "lse": top + np.log(total),
     }
+
+
+def _empty_as_specified(outcome: Outcome, must: Mapping[str, Answer]) -> Outcome:
+    """Return an outcome whose empty rows, judged by their convention by now, are 0 and -inf."""
+    assert outcome.output is not None
+    empty = np.isneginf(must["lse"].expected)
+    return replace(
+        outcome,
+        output=np.where(empty[..., None], 0.0, outcome.output),
+        lse=np.where(empty, -np.inf, outcome.lse),
+    )
 
 
 def _item(call: Call, index: int) -> Call:

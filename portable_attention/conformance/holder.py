@@ -114,9 +114,7 @@ class Holder:
         differs = call.cotangents and self.conventions.empty_rows != "zero"
         if differs and steps_of(**call.arguments).empty.any():
             return "gradients through empty rows follow no convention but 0"
-        if "offsets" in self.capabilities:
-            return ""
-        return unexpressible(call, self.conventions)
+        return unexpressible(call, self.conventions, offsets="offsets" in self.capabilities)
 
     def probes(self) -> list[Case]:
         """Return a case for each capability that is not declared, that needs nothing else."""
@@ -131,7 +129,8 @@ class Holder:
                 said = without_offset(call, self.conventions)
                 if capability == "offsets" and said is not None:
                     continue
-                if not case.is_in_range() or unexpressible(call, self.conventions):
+                why = unexpressible(call, self.conventions, offsets=capability == "offsets")
+                if why or not case.is_in_range():
                     continue
                 shows = f"{capability} is not declared: {case.id} must raise."
                 found.append(
@@ -158,7 +157,7 @@ class Holder:
             if refused and len(trial.findings) <= len(trial.outcomes):
                 why = f"needs {', '.join(sorted(may_refuse))}: {trial.outcomes[0].error}"
                 return CaseResult.of(case, "refused", why, seconds=seconds)
-        findings = tuple(self._with_code(trial, finding) for finding in trial.findings)
+        findings = tuple(self._with_code(case, trial, finding) for finding in trial.findings)
         status = "failed" if findings else "passed"
         return CaseResult.of(case, status, "", trial.units, findings, seconds)
 
@@ -179,13 +178,17 @@ class Holder:
         return CaseResult.of(case, "failed", findings=(Finding(case.id, "errors", message),))
 
     def _call(self, call: Call) -> Outcome:
+        outcome = self.run(self._asked(call))
+        self._ends += outcome.kind in ("hung", "crashed")
+        return outcome
+
+    def _asked(self, call: Call) -> Call:
+        """Return a call without what is not declared and need not be said."""
         if "lse" not in self.capabilities:
             call = replace(call, lse=False)
         if "offsets" not in self.capabilities and "query_offset" in call.arguments:
             call = without_offset(call, self.conventions) or call
-        outcome = self.run(call)
-        self._ends += outcome.kind in ("hung", "crashed")
-        return outcome
+        return call
 
     def _findings(self, case: str, rule: str, call: Call, outcome: Outcome) -> list[Finding]:
         verdict = judge_results(
@@ -197,13 +200,14 @@ class Holder:
         )
         return [*outcome_findings(case, rule, outcome), *verdict.findings]
 
-    def _with_code(self, trial: Trial, finding: Finding) -> Finding:
+    def _with_code(self, case: Case, trial: Trial, finding: Finding) -> Finding:
         """Return a finding with code that shows it, made small for the first few."""
         call = trial.failing
         if call is None:
             return finding
         worst = finding
-        if self._minimised < _MINIMISED and self._ends == 0:
+        small = case.check != "refusal" and self._ends == 0
+        if small and self._minimised < _MINIMISED:
             self._minimised += 1
 
             def wrong(smaller: Call) -> list[Finding]:
@@ -214,8 +218,7 @@ class Holder:
             call = reproduce.minimised(call, lambda smaller: bool(wrong(smaller)))
             worst = next(iter(wrong(call)), finding) if call is not trial.failing else finding
         own = trial.case if call is trial.whole else None
-        if "lse" not in self.capabilities:
-            call = replace(call, lse=False)
+        call = self._asked(call)
         text = reproduce.code(self.name, self.backend, own, call, worst.message, self.conventions)
         return replace(finding, code=text)
 

@@ -98,7 +98,15 @@ def _answers(call: Call, conventions: Conventions) -> dict[str, Answer]:
     layout = call.options.get("layout", "bhld")
     steps = oracle.steps_of(**call.arguments)
     output_bound, lse_bound = accuracy.forward_bounds(steps, call.dtype)
-    output, lse = _with_conventions(steps, conventions)
+    output, lse = steps.output, steps.lse
+    bare = steps.empty & np.isneginf(steps.sink)
+    lse = np.where(bare, expected_empty_lse(conventions), lse)
+    # Without any keys the output is an empty sum, 0, in every convention.
+    if conventions.empty_rows != "zero" and steps.value.shape[-2]:
+        mean, mean_bound = accuracy.mean_of_values(steps, call.dtype)
+        bare = (bare if conventions.empty_rows == "nan" else steps.empty)[..., None]
+        output = np.where(bare, np.nan if conventions.empty_rows == "nan" else mean, output)
+        output_bound = np.where(bare, mean_bound, output_bound)
     found = {"output": Answer(output, output_bound), "lse": Answer(lse, lse_bound)}
     if layout == "blhd":
         found["output"] = Answer(output.swapaxes(-3, -2), output_bound.swapaxes(-3, -2))
@@ -112,23 +120,6 @@ def _answers(call: Call, conventions: Conventions) -> dict[str, Answer]:
         for name, array in gradient.by_argument.items():
             found[f"d_{name}"] = Answer(array, bounds[name])
     return found
-
-
-def _with_conventions(steps: oracle.Steps, conventions: Conventions) -> tuple[Float, Float]:
-    """Return output and lse, with what a convention puts into empty rows.
-
-    Without any keys the output is an empty sum, 0, in every convention.
-    """
-    output, lse, empty = steps.output, steps.lse, steps.empty
-    if not steps.value.shape[-2]:
-        empty = np.zeros_like(empty)
-    if conventions.empty_rows == "mean":
-        mean = np.broadcast_to(steps.value.mean(axis=-2, keepdims=True), output.shape)
-        output = np.where(empty[..., None], mean, output)
-    elif conventions.empty_rows == "nan":
-        output = np.where((empty & np.isneginf(steps.sink))[..., None], np.nan, output)
-    lse = np.where(steps.empty & np.isneginf(steps.sink), expected_empty_lse(conventions), lse)
-    return output, lse
 
 
 def results_of(outcome: Outcome) -> dict[str, Numbers]:

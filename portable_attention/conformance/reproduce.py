@@ -69,6 +69,8 @@ def _cut(call: Call, axis: str, size: int) -> Call | None:
     """Return the call with the first few of an axis alone, or None where that makes no call."""
     positional = call.options.get("causal") or call.options.get("window") is not None
     if axis in ("queries", "keys") and positional and "query_offset" not in call.arguments:
+        if _size(call, "queries") != _size(call, "keys"):
+            return None
         both = _cut_axis(_cut_axis(call, "queries", size), "keys", size)
         return _with_lengths(both, size, size)
     cut = _cut_axis(call, axis, size)
@@ -148,7 +150,8 @@ def code(
     options += [f"{n}={_option(n, given)}" for n, given in own.options.items()]
     options += ["return_lse=True"] if own.lse else []
     called = ", ".join([*INPUTS, *options])
-    function = name.rpartition(":")[2].rpartition(".")[2] or "function"
+    function = name.rpartition(":")[2].rpartition(".")[2]
+    function = function if function.isidentifier() else "function"
     if call.cotangents:
         lines.append(f"# the gradients of {function}({called})")
         lines.append(f"# of {' and '.join(call.cotangents)}")

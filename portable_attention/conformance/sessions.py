@@ -74,7 +74,9 @@ def name_of(function: Callable[..., Any] | str) -> str:
     if isinstance(function, str):
         return function
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
-    return f"{module}:{name}" if module and name else repr(function)
+    if not module or not name:  # an object that can be called
+        module, name = type(function).__module__, type(function).__qualname__ + "()"
+    return f"{module}:{name}"
 
 
 def resolved(function: Callable[..., Any] | str) -> Callable[..., Any]:

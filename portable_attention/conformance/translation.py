@@ -20,9 +20,9 @@ def translated(call: Call, conventions: Conventions) -> Call:
     if (order := _their_heads(call, conventions)) is not None:
         for name in ("query", "mask", "bias", "sinks"):
             if name in arrays:
-                arrays[name] = _heads_taken(name, arrays[name], order)
+                arrays[name] = _heads_taken(call, name, arrays[name], order)
         for name, array in cotangents.items():
-            cotangents[name] = _heads_taken(name, array, order)
+            cotangents[name] = _heads_taken(call, name, array, order)
     if _transposes(call, conventions):
         for name in INPUTS:
             arrays[name] = _swapped(arrays[name])
@@ -45,10 +45,10 @@ def translated_back(call: Call, outcome: Outcome, conventions: Conventions) -> O
             lse = lse.astype(np.float64) * math.log(2)
         if (order := _their_heads(call, conventions)) is not None:
             back = np.argsort(order)
-            output = None if output is None else _heads_taken("output", output, back)
-            lse = None if lse is None else _heads_taken("d_lse", lse, back)
+            output = None if output is None else _heads_taken(call, "output", output, back)
+            lse = None if lse is None else _heads_taken(call, "d_lse", lse, back)
             for name in gradients.keys() & {"query", "bias", "sinks"}:
-                gradients[name] = _heads_taken(name, gradients[name], back)
+                gradients[name] = _heads_taken(call, name, gradients[name], back)
     except (ValueError, IndexError):  # of a wrong shape, which is told as such
         pass
     return replace(outcome, output=output, lse=lse, gradients=gradients)
@@ -69,8 +69,9 @@ def _their_heads(call: Call, conventions: Conventions) -> Numbers | None:
     return np.arange(heads).reshape(own, heads // own).T.reshape(-1)
 
 
-def _heads_taken(name: str, array: Numbers, order: Numbers) -> Numbers:
-    axis = {"sinks": -1, "d_lse": -2}.get(name, -3)
+def _heads_taken(call: Call, name: str, array: Numbers, order: Numbers) -> Numbers:
+    last = call.options.get("layout") == "blhd" and name in ("query", "output", "d_output")
+    axis = -2 if last else {"sinks": -1, "d_lse": -2}.get(name, -3)
     if array.ndim < -axis or array.shape[axis] != len(order):
         return array
     return np.take(array, order, axis=axis)

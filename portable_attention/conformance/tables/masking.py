@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 from portable_attention.conformance.cases import (
     INF,
@@ -14,7 +14,7 @@ from portable_attention.conformance.cases import (
     inputs,
     slow,
 )
-from portable_attention.conformance.generator import Array
+from portable_attention.conformance.generator import Array, words
 
 _ALL_AXES: Final = {
     "full": (2, 4, 3, 5),
@@ -273,6 +273,51 @@ POSITIONS: Final = (
         {"causal": True, "query_offset": 97},
     )),
 )  # fmt: skip
+
+
+def _together(number: int) -> Case:
+    """Return a call with about half of the options, chosen by the words of a seed."""
+    on = [bool(word >> 63) for word in words(9000 + number, 12)]
+    queries, keys = 6 + number % 5, 7 + number % 4
+    arrays = inputs(
+        160 + number,
+        batch=(2,),
+        heads=4,
+        kv_heads=2 if on[0] else 4,
+        queries=queries,
+        keys=keys,
+        value_width=5 if on[1] else 8,
+    )
+    options: dict[str, Any] = {}
+    if on[2]:
+        arrays["mask"] = bits((2, 1, queries, keys), 160 + number, 0.75)
+    if on[3]:
+        arrays["bias"] = bell((4, queries, keys), 160 + number)
+        arrays["bias"] = arrays["bias"].with_put(((None, None, number % keys), -INF))
+    if on[4]:
+        arrays["key_lengths"] = counts(keys, keys - 2)
+    if on[5]:
+        arrays["query_lengths"] = counts(queries - 1, queries)
+    if on[6]:
+        arrays["sinks"] = bell((4,), 660 + number)
+    if on[7] or on[8]:
+        options["query_offset"] = "end" if on[9] else 1
+        options |= {"causal": True} if on[7] else {}
+        options |= {"window": (3, 1)} if on[8] else {}
+    if on[10]:
+        options["softcap"] = 3.0
+    if on[11]:
+        options["scale"] = 0.6
+    return Case(
+        f"together/{number:02}",
+        "Options that take part together: " + ", ".join([*list(arrays)[3:], *options]) + ".",
+        "composition",
+        arrays,
+        options,
+    )
+
+
+TOGETHER: Final = tuple(_together(number) for number in range(24))
 
 COMPOSED: Final = (
     Case(

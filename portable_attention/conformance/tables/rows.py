@@ -38,6 +38,13 @@ EMPTY: Final = (
         {"causal": True, "query_offset": "end"},
     ),
     Case(
+        "empty/by-offset",
+        "A negative offset puts the first queries before all keys.",
+        "query-offset",
+        inputs(309, heads=2, queries=5, keys=5),
+        {"causal": True, "query_offset": -2},
+    ),
+    Case(
         "empty/by-window",
         "A window beyond the keys leaves rows without keys.",
         "empty-rows",
