@@ -103,6 +103,7 @@ def same_bits(trial: Trial, call: Call) -> None:
     first = trial.judged(call)
     for _ in range(2):
         again = trial.run(call)
+        trial.findings += list(outcome_findings(trial.case, trial.rule, again))
         for name, array in results_of(first).items():
             other = results_of(again).get(name)
             if other is None or other.tobytes() != array.tobytes():

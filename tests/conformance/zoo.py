@@ -6,6 +6,7 @@ are given.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
@@ -766,5 +767,6 @@ def of_another_library(query, key, value, *, return_lse=False, **options):
 
 def closes_stdout(query, key, value, **options):
     sys.stdout.close()
-    os.close(1)
+    with contextlib.suppress(OSError):
+        os.close(1)
     return Dense()(query, key, value, **options)

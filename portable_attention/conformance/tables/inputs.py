@@ -87,6 +87,17 @@ SHAPES: Final = (
 
 LAYOUT: Final = (
     Case(
+        "layout/heads-last-plain",
+        'layout="blhd" takes and gives (B, L, H, D).',
+        "layout",
+        {
+            "query": bell((1, 3, 4, 8), 230),
+            "key": bell((1, 5, 4, 8), 231),
+            "value": bell((1, 5, 4, 8), 232),
+        },
+        {"layout": "blhd"},
+    ),
+    Case(
         "layout/heads-last",
         'layout="blhd" takes and gives (B, L, H, D); the lse stays (B, H, L).',
         "layout",

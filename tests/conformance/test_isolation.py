@@ -1,0 +1,174 @@
+"""Whatever an implementation does, it gets a verdict."""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from portable_attention import attention
+from portable_attention.conformance import ImplementationError, conform
+
+from . import zoo
+
+posix = pytest.mark.skipif(sys.platform == "win32", reason="needs a POSIX system")
+HERE = "tests.conformance.zoo"
+
+
+def held(function, **options):
+    options = {"time_limit": 1.0, **options}
+    return conform(function, cases=["plain", "shapes"], **options)
+
+
+@posix
+@pytest.mark.parametrize("isolate", [None, False])
+def test_a_call_that_does_not_return(isolate):
+    start = time.perf_counter()
+    report = held(zoo.never_returns, isolate=isolate)
+    assert not report.ok
+    assert "did not return within 1 s" in report.findings[0].message
+    assert len(report.findings) == 3, "and the rest is left"
+    assert report.count("not run") > 3
+    assert time.perf_counter() - start < 30
+
+
+@posix
+def test_a_call_that_does_not_return_and_runs_no_python_code():
+    report = held(zoo.never_returns_from_c)
+    assert "did not return" in report.findings[0].message
+
+
+@posix
+@pytest.mark.parametrize(
+    ("function", "says"),
+    [(zoo.ends_the_interpreter, "exit status 3"), (zoo.aborts, "SIGABRT")],
+    ids=["exit", "abort"],
+)
+def test_a_call_that_ends_the_interpreter(function, says):
+    report = held(function)
+    assert not report.ok
+    assert says in report.findings[0].message
+
+
+@pytest.mark.parametrize("isolate", [None, False])
+def test_a_call_that_exits(isolate):
+    report = held(zoo.exits, isolate=isolate)
+    assert "SystemExit: no attention today" in report.findings[0].message
+
+
+@posix
+@pytest.mark.parametrize("function", [zoo.prints_megabytes, zoo.closes_stdout])
+def test_what_is_written_goes_nowhere(function, capfd):
+    report = held(function)
+    assert report.ok, str(report)
+    assert capfd.readouterr() == ("", "")
+
+
+@posix
+def test_arrays_of_another_library():
+    pytest.importorskip("torch", reason="needs torch")
+    report = held(zoo.of_another_library, time_limit=60.0)
+    assert report.rule == "arrays"
+    assert "torch.Tensor" in report.findings[0].message
+
+
+def returns(result):
+    def function(query, key, value, *, return_lse=False, **options):
+        return result(query, key, value)
+
+    return function
+
+
+@pytest.mark.parametrize(
+    ("result", "rule"),
+    [
+        (lambda q, k, v: None, "the-call"),
+        (lambda q, k, v: 3, "the-call"),
+        (lambda q, k, v: (None, None), "arrays"),
+        (lambda q, k, v: (q[..., :1, :1, 0], q[..., 0]), "shapes"),
+        (lambda q, k, v: (q.astype(object), q[..., 0]), "output-dtype"),
+        (lambda q, k, v: (np.ma.masked_array(v), q[..., 0]), "arrays"),
+        (lambda q, k, v: (q, q[..., 0]), "purity"),
+        (lambda q, k, v: (q.astype(complex), q[..., 0]), "output-dtype"),
+        (lambda q, k, v: (np.array(["a"]), q[..., 0]), "output-dtype"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*complex.*")
+def test_results_of_the_wrong_kind(result, rule):
+    report = held(returns(result), isolate=False)
+    assert not report.ok
+    assert rule in report.rules or report.rule == "order"
+
+
+def test_a_buffer_that_is_returned_again_is_not_new():
+    buffers = {}
+
+    def function(query, key, value, *, return_lse=False, **options):
+        output = attention(query, key, value, **options)
+        buffer = buffers.setdefault(output.shape, output)
+        buffer[...] = output
+        return buffer
+
+    report = conform(function, cases=["same/bits"], without=["lse"], isolate=False)
+    assert "purity" in report.rules
+    assert "the call before" in report.findings[0].message
+
+
+@posix
+def test_functions_that_cannot_be_imported_are_forked():
+    def closure(query, key, value, **options):
+        return attention(query, key, value, **options)
+
+    report = held(closure)
+    assert report.ok, str(report)
+    assert report.isolated
+    assert not multiprocessing.active_children(), "the process is ended"
+
+
+@posix
+def test_functions_are_taken_by_name():
+    report = held(f"{HERE}:prints_megabytes")
+    assert report.ok, str(report)
+    assert report.implementation == f"{HERE}:prints_megabytes"
+
+
+@pytest.mark.parametrize("isolate", [True, False])
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("no_such_module:attention", "No module named"),
+        (f"{HERE}:no_such_function", "no_such_function"),
+        (f"{HERE}:ZOO", "is a dict, not a function"),
+        ("attention", "names no function"),
+        ("no_such_file.py:attention", "there is no file"),
+    ],
+)
+@posix
+def test_what_cannot_be_imported_is_told(name, says, isolate):
+    with pytest.raises(ImplementationError, match=says):
+        conform(name, isolate=isolate)
+
+
+@posix
+def test_an_import_that_ends_the_interpreter(tmp_path):
+    file = tmp_path / "leaves.py"
+    file.write_text("import os\nos._exit(4)\n")
+    with pytest.raises(ImplementationError, match="exit status 4"):
+        conform(f"{file}:attention")
+
+
+def test_a_device_that_is_not_there():
+    with pytest.raises(ImplementationError, match="CPU"):
+        conform(attention, device="cuda:7", isolate=False)
+
+
+def test_unknown_names_are_told():
+    with pytest.raises(ValueError, match="no capability 'flash'"):
+        conform(attention, capabilities=["flash"], isolate=False)
+    with pytest.raises(ValueError, match="no cases"):
+        conform(attention, cases=["nothing"], isolate=False)
+    with pytest.raises(ValueError, match="empty_rows must be one of"):
+        conform(attention, conventions={"empty_rows": "one"}, isolate=False)
