@@ -235,6 +235,7 @@ def _merge(outcomes: list[Outcome]) -> dict[str, Numbers]:
 def _empty_as_specified(outcome: Outcome, must: Mapping[str, Answer]) -> Outcome:
     """Return an outcome whose empty rows, judged by their convention by now, are 0 and -inf."""
     assert outcome.output is not None
+    assert outcome.lse is not None
     empty = np.isneginf(must["lse"].expected)
     return replace(
         outcome,

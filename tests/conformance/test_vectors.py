@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import struct
 from pathlib import Path
 
 import numpy as np
@@ -10,8 +12,10 @@ import pytest
 
 from portable_attention import Dropout, attention, attention_vjp
 from portable_attention.cli import main
+from portable_attention.conformance.capabilities import CAPABILITIES, KEYWORDS
 from portable_attention.conformance.generator import Array
 from portable_attention.conformance.vectors import (
+    RESULTS,
     VectorsError,
     check_results,
     inputs_of,
@@ -19,6 +23,7 @@ from portable_attention.conformance.vectors import (
     write_vectors,
 )
 
+PAGE = Path(__file__).parents[2] / "docs" / "vectors.md"
 save_file = pytest.importorskip("safetensors.numpy", reason="needs safetensors").save_file
 
 
@@ -135,3 +140,57 @@ def test_on_the_command_line(tmp_path, capsys):
     assert main(["check", str(tmp_path / "r"), "--vectors", str(tmp_path / "r")]) == 2
     assert main(["vectors", str(report)]) == 2
     assert main(["vectors", str(tmp_path / "w"), "--case", "nothing"]) == 2
+
+
+def read_safetensors(path):
+    """Read a file as docs/vectors.md describes it, with the standard library alone."""
+    data = path.read_bytes()
+    (length,) = struct.unpack_from("<Q", data)
+    header = json.loads(data[8 : 8 + length])
+    codes = {"F64": "d", "F32": "f", "F16": "e", "I64": "q", "BOOL": "?"}
+    arrays = {}
+    for name, about in header.items():
+        if name != "__metadata__" and about["dtype"] in codes:
+            start, end = about["data_offsets"]
+            part = data[8 + length + start : 8 + length + end]
+            code = codes[about["dtype"]]
+            numbers = struct.unpack(f"<{len(part) // struct.calcsize(code)}{code}", part)
+            arrays[name] = (about["shape"], numbers)
+    return arrays
+
+
+def test_a_program_without_numpy(vectors):
+    """Loops over plain numbers, written from docs/vectors.md: one head, a mask, no gradients."""
+    entries = json.loads((vectors / "manifest.json").read_text())["cases"]
+    entry = next(entry for entry in entries if entry["id"] == "mask/random")
+    assert entry["options"] == {}
+    arrays = read_safetensors(vectors / entry["file"])
+    (_, _, rows, width), query = arrays["query"]
+    (_, _, columns, _), key = arrays["key"]
+    (_, _, _, value_width), value = arrays["value"]
+    _, mask = arrays["mask"]
+    for i in range(rows):
+        q = query[i * width : (i + 1) * width]
+        allowed = [j for j in range(columns) if mask[i * columns + j]]
+        scores = {
+            j: sum(a * b for a, b in zip(q, key[j * width : (j + 1) * width], strict=True))
+            / math.sqrt(width)
+            for j in allowed
+        }
+        total = sum(math.exp(score) for score in scores.values())
+        for name, place, found in [
+            ("lse", i, math.log(total)),
+            *(
+                ("output", i * value_width + c,
+                 sum(math.exp(s) * value[j * value_width + c] for j, s in scores.items()) / total)
+                for c in range(value_width)
+            ),
+        ]:  # fmt: skip
+            expected = arrays[f"expected.{name}"][1][place]
+            assert abs(found - expected) <= arrays[f"bound.{name}"][1][place]
+
+
+@pytest.mark.parametrize("word", [*CAPABILITIES, *KEYWORDS, *RESULTS, "manifest.json"])
+def test_the_page_names_everything(word):
+    if word not in ("return_lse", "strides", "validation"):  # those are of calls in Python
+        assert f"`{word}`" in PAGE.read_text(encoding="utf-8") or f"/{word}`" in PAGE.read_text()

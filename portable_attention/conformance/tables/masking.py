@@ -218,6 +218,13 @@ POSITIONS: Final = (
         {"window": (1, None)},
     ),
     Case(
+        "window/wider-than-the-call",
+        "A window that is wider than the call restricts nothing, and a narrow side still does.",
+        "window",
+        equal_scores(queries=5, keys=5),
+        {"window": (1_000_000, 0)},
+    ),
+    Case(
         "window/with-causal",
         "A window and the diagonal both hold.",
         "composition",
@@ -243,6 +250,33 @@ POSITIONS: Final = (
         "lengths",
         inputs(135, batch=(2,), queries=3, keys=6),
         {"key_lengths": 4},
+    ),
+    Case(
+        "lengths/of-two-batch-axes",
+        "Lengths and offsets are arrays over all batch axes, and broadcast to them.",
+        "lengths",
+        inputs(
+            140,
+            batch=(2, 3),
+            queries=3,
+            keys=6,
+            key_lengths=Array((2, 3), "index", "int64", put=(((0, 0), 6),)),
+            query_offset=Array((2, 1), "index", "int64", gain=2),
+        ),
+        {"causal": True},
+    ),
+    Case(
+        "lengths/of-the-whole-batch",
+        "A length in an array of one number is that of all items.",
+        "lengths",
+        inputs(141, batch=(3,), queries=3, keys=6, key_lengths=counts(4)),
+    ),
+    Case(
+        "causal/far-offset",
+        "An offset beyond all keys lets every key be attended.",
+        "query-offset",
+        inputs(142, queries=3, keys=5),
+        {"causal": True, "query_offset": 100_000},
     ),
     Case(
         "lengths/causal-end",

@@ -71,9 +71,9 @@ SCALE: Final = (
     ),
     Case(
         "scores/large",
-        "Scores of hundreds do not overflow: the maximum is taken off.",
+        "Scores of thousands do not overflow, in no arithmetic: the maximum is taken off.",
         "accuracy",
-        inputs(16, gain=64.0),
+        inputs(16, gain=512.0),
         {"scale": 1.0},
     ),
     Case(
@@ -255,6 +255,18 @@ DTYPES: Final = (
             mask=bits((3, 5), 73).with_put(((None, 0), 1.0), ((1, 2), 0.0)),
         ),
         {"scale": -8.0},
+    ),
+    Case(
+        "float16/bias-and-sinks",
+        "Bias and sinks may be of half precision, too.",
+        "dtypes",
+        inputs(
+            75,
+            heads=2,
+            dtype="float16",
+            bias=bell((4, 4), 75, "float16"),
+            sinks=bell((2,), 76, "float16"),
+        ),
     ),
     Case(
         "float32/bias-of-float64",
