@@ -15,6 +15,7 @@ from typing import Any, Final
 import numpy as np
 
 from portable_attention.conformance.calls import Call
+from portable_attention.conformance.generator import Array
 from portable_attention.conformance.oracle import Numbers
 
 CAPABILITIES: Final[Mapping[str, str]] = {
@@ -189,13 +190,13 @@ def implied(keywords: frozenset[str] | None, *, gradients: bool) -> frozenset[st
     return known - missing
 
 
-def needs(call: Call) -> frozenset[str]:
+def needs(arrays: Mapping[str, Array], options: Mapping[str, Any]) -> frozenset[str]:
     """Return the capabilities that a call needs, read off its arguments."""
-    query, key, value = (call.arrays[name] for name in ("query", "key", "value"))
-    shapes = [array.shape for array in (query, key, value)]
-    found = {KEYWORDS[name] for name in (*call.arrays, *call.options) if name in KEYWORDS}
-    found |= {call.dtype} & set(DTYPES)
-    head_axis = -2 if call.options.get("layout") == "blhd" else -3
+    inputs = [arrays[name] for name in ("query", "key", "value")]
+    shapes = [array.shape for array in inputs]
+    found = {KEYWORDS[name] for name in (*arrays, *options) if name in KEYWORDS}
+    found |= {inputs[0].dtype} & set(DTYPES)
+    head_axis = -2 if options.get("layout") == "blhd" else -3
     heads = [shape[head_axis] if len(shape) > 2 else 1 for shape in shapes]
     if heads[0] != heads[1]:
         found.add("gqa")
@@ -203,15 +204,13 @@ def needs(call: Call) -> frozenset[str]:
         found.add("ranks")
     if len({shape[:-3] for shape in shapes}) > 1:
         found.add("batch-broadcast")
-    if query.shape[-1] != value.shape[-1]:
+    if shapes[0][-1] != shapes[2][-1]:
         found.add("value-width")
     if any(0 in shape for shape in shapes):
         found.add("zero-sizes")
-    if call.view:
-        found.add("strides")
-    if call.cotangents:
+    if "d_output" in arrays:
         found.add("gradients")
-    if "d_lse" in call.cotangents:
+    if "d_lse" in arrays:
         found.add("lse")
     return frozenset(found)
 

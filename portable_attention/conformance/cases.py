@@ -84,7 +84,7 @@ class Case:
 
     @cached_property
     def _needs(self) -> frozenset[str]:
-        return needs(self._call) | needs_of_check(self.check) | frozenset(self.also)
+        return needs(self.arrays, self.options) | needs_of_check(self.check) | frozenset(self.also)
 
     def in_dtype(self, dtype: str) -> Case:
         """Return the case with query, key and value, and their gradients, in another dtype."""

@@ -28,6 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from importlib.util import find_spec
 from typing import Any, Final
 
 import numpy as np
@@ -131,6 +132,11 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
         dtype: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
         return dtype
     return np.dtype(name)
+
+
+def has_dtype(name: str) -> bool:
+    """Return whether NumPy has a dtype here: bfloat16 needs the package ml_dtypes."""
+    return name != "bfloat16" or find_spec("ml_dtypes") is not None
 
 
 def _bell(array: Array) -> Numbers:

@@ -22,6 +22,7 @@ from portable_attention.conformance.capabilities import (
 )
 from portable_attention.conformance.cases import Case, select
 from portable_attention.conformance.checks import CHECKS, Trial
+from portable_attention.conformance.generator import has_dtype
 from portable_attention.conformance.judge import (
     Finding,
     answers,
@@ -102,6 +103,8 @@ class Holder:
     def why_not_applicable(self, case: Case) -> str:
         """Return why a case says nothing about the implementation, or ""."""
         case = self.prepared(case)
+        if not has_dtype(case.dtype):
+            return "needs the package ml_dtypes"
         call = case.call()
         if not case.is_in_range():
             return f"{case.dtype} cannot hold its numbers"
@@ -124,6 +127,8 @@ class Holder:
                 continue
             for case in map(self.prepared, select()):
                 if case.check != "call" or case.needs() - self.capabilities != {capability}:
+                    continue
+                if not has_dtype(case.dtype):
                     continue
                 call = case.call()
                 said = without_offset(call, self.conventions)

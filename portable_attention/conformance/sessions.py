@@ -202,13 +202,16 @@ class Isolated:
         fresh process; any other one is taken along into a fork of this one.
     limit
         Seconds for a call.
+    fork
+        Whether to fork even where the function could be imported.
     """
 
     isolated = True
 
-    def __init__(self, implementation: Implementation, limit: float) -> None:
+    def __init__(self, implementation: Implementation, limit: float, *, fork: bool = False) -> None:
         self._implementation = implementation
         self._limit = limit
+        self._fork = fork
         self._worker: _Worker | None = None
         self._described = self._start().described
 
@@ -238,7 +241,7 @@ class Isolated:
             self._worker = None
 
     def _start(self) -> _Worker:
-        self._worker = worker = _Worker.started(self._implementation)
+        self._worker = worker = _Worker.started(self._implementation, self._fork)
         try:
             if worker.connection.poll(START):
                 kind, said = worker.connection.recv()
@@ -276,14 +279,15 @@ class _Worker:
         self.described: dict[str, Any] = {}
 
     @classmethod
-    def started(cls, implementation: Implementation) -> _Worker:
+    def started(cls, implementation: Implementation, fork: bool) -> _Worker:
         """Start a process, in the way that the function allows."""
         handle, written = tempfile.mkstemp(prefix="conformance-", suffix=".log")
         os.close(handle)
         ours, theirs = socket.socketpair()
         connection = Connection(ours.detach())
         try:
-            if (named := _named(implementation)) is not None:
+            named = None if fork else _named(implementation)
+            if named is not None:
                 process: Any = subprocess.Popen(
                     [sys.executable, "-m", "portable_attention.conformance.worker",
                      str(theirs.fileno()), written],
@@ -350,7 +354,15 @@ def open_session(implementation: Implementation, isolate: bool | None, limit: fl
     """
     if isolate is False or (isolate is None and not _can_isolate(implementation)):
         return Direct(implementation, limit)
-    return Isolated(implementation, limit)
+    try:
+        return Isolated(implementation, limit)
+    except ImplementationError:
+        # What is imported here may not be there: a test module, or a script in another folder.
+        if isolate or isinstance(implementation.function, str):
+            raise
+    if implementation.backend == "numpy":
+        return Isolated(implementation, limit, fork=True)
+    return Direct(implementation, limit)
 
 
 def _can_isolate(implementation: Implementation) -> bool:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import multiprocessing
 import sys
 import time
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -126,6 +128,17 @@ def test_functions_that_cannot_be_imported_are_forked():
     assert report.ok, str(report)
     assert report.isolated
     assert not multiprocessing.active_children(), "the process is ended"
+
+
+@posix
+def test_functions_of_a_module_that_only_this_process_has_are_forked(monkeypatch):
+    module = ModuleType("only_here")
+    module.__spec__ = ModuleSpec("only_here", None)
+    exec("def function(query, key, value, **options): raise KeyError('here')", vars(module))
+    monkeypatch.setitem(sys.modules, "only_here", module)
+    report = held(module.function)
+    assert report.isolated
+    assert "KeyError: 'here'" in report.findings[0].message
 
 
 @posix
