@@ -189,7 +189,7 @@ class Holder:
 
     def _asked(self, call: Call) -> Call:
         """Return a call without what is not declared and need not be said."""
-        if "lse" not in self.capabilities:
+        if call.lse and "lse" not in self.capabilities:
             call = replace(call, lse=False)
         if "offsets" not in self.capabilities and "query_offset" in call.arguments:
             call = without_offset(call, self.conventions) or call
@@ -222,9 +222,10 @@ class Holder:
 
             call = reproduce.minimised(call, lambda smaller: bool(wrong(smaller)))
             worst = next(iter(wrong(call)), finding) if call is not trial.failing else finding
-        own = trial.case if call is trial.whole else None
-        call = self._asked(call)
-        text = reproduce.code(self.name, self.backend, own, call, worst.message, self.conventions)
+        lse = call.lse and "lse" in self.capabilities
+        text = reproduce.code(
+            self.name, self.backend, case, self._asked(call), worst.message, self.conventions, lse
+        )
         return replace(finding, code=text)
 
     def run(self, call: Call, conventions: Conventions | None = None) -> Outcome:

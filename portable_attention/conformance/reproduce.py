@@ -11,12 +11,17 @@ import numpy as np
 
 from portable_attention.conformance.calls import INPUTS, Call
 from portable_attention.conformance.capabilities import Conventions
+from portable_attention.conformance.cases import Case, find
+from portable_attention.conformance.checks import CHECKS
 from portable_attention.conformance.generator import numpy_dtype
 from portable_attention.conformance.oracle import Numbers
 from portable_attention.conformance.translation import translated
 
 TRIES: Final = 40  # calls that making one call small may take
-_PRINTED: Final = 64  # numbers in a call that is printed as numbers, where it has a name
+# Conventions by which a call is made otherwise, and not only judged otherwise.
+_TRANSLATED: Final = ("layout", "mask_polarity", "head_order", "lse_base")
+_PRINTED: Final = 64  # numbers in a call that is printed as numbers, where a case has it
+_PRINTED_AT_MOST: Final = 2000  # and where none has
 # Where an axis stands in each array that has it, counted from the end.
 _AXES: Final[Mapping[str, Mapping[str, int]]] = {
     "batch": dict.fromkeys((*INPUTS, "mask", "bias", "d_output"), -4)
@@ -110,7 +115,13 @@ def _with_lengths(call: Call, queries: int | None, keys: int | None) -> Call:
 
 
 def code(
-    name: str, backend: str, case: str | None, call: Call, message: str, conventions: Conventions
+    name: str,
+    backend: str,
+    case: Case,
+    call: Call,
+    message: str,
+    conventions: Conventions,
+    lse: bool,
 ) -> str:
     """Return Python code that makes a call and says what is wrong with it.
 
@@ -119,48 +130,66 @@ def code(
     name, backend
         Those of the implementation.
     case
-        The case whose call this is, if it is one.
+        The case that the call is of. A call of many numbers is taken from it, where it is its own.
     call, message
         The call, and what is wrong with its result.
     conventions
         Those of the implementation: it is called as they are.
+    lse
+        Whether the lse is asked for.
     """
     own = translated(call, conventions)
     arrays = {**own.arrays, **own.cotangents}
-    library = {"torch": "import torch", "jax": "import jax.numpy as jnp"}.get(backend, "")
-    lines = [library] if library else ["import numpy as np"]
-    if any(array.dtype.name == "bfloat16" for array in arrays.values()) and not library:
-        lines.append("import ml_dtypes")
+    numbers = sum(array.size for array in arrays.values())
+    whole = all(call.arrays[n] is array for n, array in case.call().arrays.items() if n in INPUTS)
+    literal = numbers <= (_PRINTED if whole else _PRINTED_AT_MOST)
+    imports, lines = [], []
     if "dropout" in own.options:
-        lines.append("from portable_attention import Dropout")
-    small = case is None or sum(array.size for array in arrays.values()) <= _PRINTED
-    deviations = conventions.deviations()
-    if not small:
-        lines.append("from portable_attention.conformance import Conventions, cases")
-        lines.append("from portable_attention.conformance.translation import translated")
-    lines += [*_import_of(name), ""]
-    if not small:
-        lines.append(f"conventions = Conventions(**{deviations!r})")
-        lines.append(f"call = translated(cases.find({case!r}).call(), conventions)")
+        imports.append("from portable_attention import Dropout")
+    if not literal:
+        deviations = {n: c for n, c in conventions.deviations().items() if n in _TRANSLATED}
+        names = "Conventions, cases" if deviations else "cases"
+        imports.append(f"from portable_attention.conformance import {names}")
+        plain = find(case.id).dtype == case.dtype
+        lines.append(
+            f"call = cases.find({case.id!r})"
+            + ("" if plain else f".in_dtype({case.dtype!r})")
+            + ".call()"
+            + ("" if whole else f"  # and then a variation of it: {CHECKS[case.check].__doc__}")
+        )
+        if deviations:
+            imports.append("from portable_attention.conformance.translation import translated")
+            lines.append(f"call = translated(call, Conventions(**{deviations!r}))")
         lines.append("arrays = {**call.arrays, **call.cotangents}")
     for array_name, array in arrays.items():
-        literal = _literal(array) if small else None
-        lines.append(f"{array_name} = {_as_array(array_name, array, literal, backend)}")
+        shown = _literal(array) if literal else None
+        lines.append(f"{array_name} = {_as_array(array_name, array, shown, backend)}")
+    lines += _called(name, own, lse)
+    text = "\n".join([*imports, *_import_of(name), "", *lines, f"# {message}"])
+    for module, mark in (
+        ("import ml_dtypes", "ml_dtypes."),
+        ("import jax.numpy as jnp", "jnp."),
+        ("import torch", "torch."),
+        ("import numpy as np", " np."),
+    ):
+        if mark in text.replace("(np.", "( np."):
+            text = f"{module}\n{text}"
+    return text
+
+
+def _called(name: str, own: Call, lse: bool) -> list[str]:
+    """Return the lines that make the call."""
     options = [f"{n}={n}" for n in own.arrays if n not in INPUTS]
     options += [f"{n}={_option(n, given)}" for n, given in own.options.items()]
-    options += ["return_lse=True"] if own.lse else []
+    options += ["return_lse=True"] if lse else []
     called = ", ".join([*INPUTS, *options])
     function = name.rpartition(":")[2].rpartition(".")[2]
     function = function if function.isidentifier() else "function"
-    if call.cotangents:
-        lines.append(f"# the gradients of {function}({called})")
-        lines.append(f"# of {' and '.join(call.cotangents)}")
-    else:
-        result = "output, lse" if own.lse else "output"
-        lines += [f"{result} = {function}({called})", f"print({result})"]
-    lines += [f"# {message}"]
-    text = "\n".join(lines)
-    return f"import numpy as np\n{text}" if library and "np." in text.replace("jnp.", "") else text
+    if own.cotangents:
+        upstream = " and ".join(own.cotangents)
+        return [f"# the gradients of {function}({called}) with {upstream}"]
+    result = "output, lse" if lse else "output"
+    return [f"{result} = {function}({called})", f"print({result})"]
 
 
 def _import_of(name: str) -> list[str]:

@@ -195,3 +195,39 @@ def test_a_case_can_be_looked_at():
     assert case.rule == "sinks"
     assert "sinks" in case.tags()
     assert case.described()["arrays"]["sinks"]["kind"] == "constant"
+
+
+def shorter(query, key, value, *, return_lse=False, **options):
+    """A fault in long calls alone."""
+    cut = slice(None) if key.shape[-2] < 140 else slice(0, -1)
+    return attention(
+        query, key[..., cut, :], value[..., cut, :], return_lse=return_lse, **options
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("backend", "conventions"),
+    [("numpy", {}), ("torch", {}), ("numpy", {"lse_base": "2"})],
+)
+def test_the_code_of_large_calls_takes_them_from_the_cases(backend, conventions):
+    if backend == "torch":
+        pytest.importorskip("torch", reason="needs torch")
+    report = conform(
+        shorter, backend=backend, cases=["tiles"], conventions=conventions, isolate=False
+    )
+    finding = report.findings[-1]
+    assert "cases.find(" in finding.code
+    assert len(finding.code) < 1500
+    exec(finding.code, {"print": lambda *what: None})
+
+
+def test_code_of_bfloat16_and_of_special_numbers_runs():
+    pytest.importorskip("ml_dtypes", reason="needs ml_dtypes")
+
+    def nothing(query, key, value, **options):
+        return 0 * query
+
+    chosen = ["bfloat16/large-scores", "poison/by-bias", "infinite/bias", "zero/keys"]
+    report = conform(nothing, cases=[*chosen, "dropout/which-pairs"], isolate=False)
+    for finding in report.findings:
+        exec(finding.code, {"print": lambda *what: None, "nothing": lambda *a, **o: (0, 0)})
