@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from portable_attention.cli import main
+from portable_attention.conformance import CAPABILITIES, Conventions, conform, discover
+from portable_attention.conformance.capabilities import choices_of
 
 ROOT = Path(__file__).parents[2]
 KERNEL = """
@@ -171,3 +173,34 @@ def test_importing_the_package_does_not_import_the_kit():
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
+
+
+GUIDE = ROOT / "docs" / "testing-a-kernel.md"
+
+
+@pytest.mark.parametrize("name", [*CAPABILITIES, *vars(Conventions())])
+def test_the_guide_names_every_capability_and_convention(name):
+    assert f"`{name}`" in GUIDE.read_text(encoding="utf-8")
+
+
+def test_the_guide_names_every_value_of_a_convention():
+    text = GUIDE.read_text(encoding="utf-8")
+    for name in vars(Conventions()):
+        line = next(line for line in text.splitlines() if line.startswith(f"| `{name}` |"))
+        assert all(f"`{choice}`" in line for choice in choices_of(name))
+
+
+def test_the_function_of_the_guide_gets_a_verdict(tmp_path, monkeypatch):
+    pytest.importorskip("torch", reason="needs torch")
+    code = GUIDE.read_text(encoding="utf-8").split("```python\n")[1].split("```")[0]
+    (tmp_path / "kernel.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    report = conform("kernel.py:attention", backend="torch", quick=True)
+    assert report.rules[0] == "empty-rows"
+    assert report.count("passed") > 60
+    found = discover("kernel.py:attention", backend="torch")
+    less = [*found.missing, *found.wrong]
+    again = conform(
+        "kernel.py:attention", backend="torch", conventions=found.conventions, without=less
+    )
+    assert {finding.rule for finding in again.findings} <= {"errors"}, str(again)
