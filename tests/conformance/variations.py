@@ -145,9 +145,80 @@ class OddTiles(Tiled):
         super().__init__(7)
 
 
+class LogAddExp(Dense):
+    """The lse by adding logarithms one after another, and the weights from it."""
+
+    def lse(self, top, denominator):
+        return self.found
+
+    def denominator(self, part, top, sinks):
+        total = np.full(part.shape[:-1], -np.inf, part.dtype)
+        if sinks is not None:
+            total = total * 0 + sinks.astype(part.dtype)[:, None]
+            total = np.where(np.isnan(total), sinks.astype(part.dtype)[:, None], total)
+        scores = np.log(part) + top
+        for j in range(part.shape[-1]):
+            total = np.logaddexp(total, scores[..., j])
+        self.found = total.astype(part.dtype)
+        return np.exp(self.found[..., None] - top)
+
+    def weights(self, part, denominator, lse, score):
+        return np.exp(score - lse[..., None])
+
+
+class LongDouble(Float64):
+    """More than float64, where there is more."""
+
+    def compute_dtype(self, dtype):
+        return np.longdouble
+
+
+class Halves(Tiled):
+    """The keys in halves, and those in halves again, merged by their lse."""
+
+    def in_tiles(self, state, sinks, softcap, bias):
+        score, _ = self.scores(state.q, state.k, state.scale, softcap, bias, state.allowed)
+        infinite = (np.isposinf(score) & state.allowed).any(-1)
+        output, lse = self.part(state, score, 0, score.shape[-1])
+        if sinks is not None:
+            nothing = np.zeros_like(output)
+            sink = np.broadcast_to(sinks.astype(lse.dtype)[:, None], lse.shape)
+            output, lse = self.merged((output, lse), (nothing, sink))
+        rate = 0 if state.dropout is None else state.dropout.rate
+        output = output / output.dtype.type(1 - rate or 1)
+        state.lse = np.where(infinite, np.nan, lse).astype(score.dtype)
+        state.output = np.where(infinite[..., None], np.nan, output).astype(score.dtype)
+
+    def part(self, state, score, start, stop):
+        if stop - start > 4:
+            middle = (start + stop) // 2
+            return self.merged(
+                self.part(state, score, start, middle), self.part(state, score, middle, stop)
+            )
+        tile = slice(start, stop)
+        allowed, kept = state.allowed[..., tile], state.kept[..., tile]
+        top = Dense.maximum(self, score[..., tile], allowed, None)
+        part = self.exponentials(score[..., tile], top, allowed)
+        total = part.sum(-1, keepdims=True)
+        weights = np.where(allowed, part / total, 0).astype(part.dtype)
+        output = self.product_with_values(weights, state.v[..., tile, :], kept)
+        return output, self.lse(top, total)
+
+    def merged(self, one, other):
+        (output, lse), (second, its) = one, other
+        both = np.logaddexp(lse, its)
+        shares = [np.exp(part - both)[..., None] for part in (lse, its)]
+        first, second = (
+            np.where(np.isneginf(part)[..., None], 0, share * found)
+            for part, share, found in zip((lse, its), shares, (output, second), strict=True)
+        )
+        return first + second, both
+
+
 VARIATIONS = [
     *(Dense, Tiled, Eager, LongTiles, OddTiles, Float64, TwoPass, Exp2, HalfWeights),
     *(LateHalfWeights, ScaledQueries, SequentialSums, BackwardsKeys, MeanFromTheOutput),
+    *(LogAddExp, LongDouble, Halves),
 ]
 
 

@@ -237,6 +237,11 @@ def weights_in_bfloat16_for_float32(self, part, denominator, lse, score):
     return rounded_to(part / denominator, ml_dtypes.bfloat16)
 
 
+@fault("accuracy", method="product_with_values")
+def values_in_tf32(self, weights, v, felt):
+    return Dense.product_with_values(self, weights, v if v.dtype == np.float64 else tf32(v), felt)
+
+
 @fault("lse", method="lse")
 def lse_in_base_2(self, top, denominator):
     return Dense.lse(self, top, denominator) / np.log(2)
@@ -462,6 +467,14 @@ def tail_dropped(self, state, *others):
     if keys > self.block:
         state.allowed = state.allowed & (np.arange(keys) < keys - keys % self.block)
         state.kept = state.kept & state.allowed
+    return Tiled.in_tiles(self, state, *others)
+
+
+@fault("block-size", of=Tiled, method="in_tiles")
+def last_of_many_keys_dropped(self, state, *others):
+    keys = state.allowed.shape[-1]
+    state.allowed = state.allowed & (np.arange(keys) < (keys - 1 if keys > 200 else keys))
+    state.kept = state.kept & state.allowed
     return Tiled.in_tiles(self, state, *others)
 
 

@@ -157,13 +157,20 @@ ZERO: Final = (
 
 _LENGTHS: Final = ((1, 5), (3, 7), (5, 17), (17, 33), (33, 65), (65, 129), (100, 257), (130, 1000))
 
+
+def _with_a_loud_tail(arrays: dict[str, Array]) -> dict[str, Array]:
+    """Return a call whose last value is large: among thousands of keys it must not get lost."""
+    keys = arrays["value"].shape[-2]
+    return {**arrays, "value": arrays["value"].with_put(((None, None, keys - 1, None), 64.0))}
+
+
 TILES: Final = (
     *(
         Case(
             f"tiles/{queries}-by-{keys}",
             f"{queries} queries and {keys} keys: no tail is lost, and tiles are merged rightly.",
             "block-size",
-            inputs(240 + i, queries=queries, keys=keys, width=16),
+            _with_a_loud_tail(inputs(240 + i, queries=queries, keys=keys, width=16)),
             quick=keys < 1000,
         )
         for i, (queries, keys) in enumerate(_LENGTHS)
@@ -179,7 +186,7 @@ TILES: Final = (
             "tiles/long",
             "3000 keys and a query: a long row.",
             "block-size",
-            inputs(251, heads=2, queries=1, keys=3001, width=32),
+            _with_a_loud_tail(inputs(251, heads=2, queries=1, keys=3001, width=32)),
         )
     ),
 )
