@@ -197,7 +197,10 @@ def _by_name(pulled: Any, names: list[str]) -> dict[str, Any]:
         return {name: pulled[name] for name in names}
     if all(hasattr(pulled, name) for name in names):
         return {name: getattr(pulled, name) for name in names}
-    return dict(zip(names, pulled, strict=False))
+    pulled = tuple(pulled)
+    every = DIFFERENTIABLE if len(pulled) == len(DIFFERENTIABLE) else names
+    found = dict(zip(every, pulled, strict=True))
+    return {name: found[name] for name in names}
 
 
 def _torch_gradients(

@@ -18,6 +18,7 @@ from portable_attention.conformance.judge import (
     Answer,
     Finding,
     answers,
+    judge,
     judge_results,
     outcome_findings,
     results_of,
@@ -47,7 +48,6 @@ class Trial:
     conventions: Conventions
     units: dict[str, float] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
-    whole: Call | None = None  # the call of the case
     failing: Call | None = None  # the first call with a wrong result
     outcomes: list[Outcome] = field(default_factory=list)
 
@@ -55,22 +55,13 @@ class Trial:
         """Make a call and hold it against the oracle."""
         outcome = self.run(call)
         self.outcomes.append(outcome)
-        found = list(outcome_findings(self.case, self.rule, outcome))
-        verdict = judge_results(
-            self.case,
-            self.rule,
-            results_of(outcome),
-            answers(call, self.conventions),
-            lowest=self.conventions.empty_lse == "lowest",
-            half=call.dtype in ("float16", "bfloat16"),
-        )
-        found += verdict.findings
+        verdict = judge(self.case, self.rule, call, outcome, self.conventions)
         for name, units in verdict.units.items():
             self.units[name] = max(units, self.units.get(name, 0.0))
-        if found and self.failing is None:
+        if verdict.findings and self.failing is None:
             self.failing = call
         prefix = f"{label}: " if label else ""
-        self.findings += [replace(finding, message=prefix + finding.message) for finding in found]
+        self.findings += [replace(f, message=prefix + f.message) for f in verdict.findings]
         return outcome
 
     def find(self, message: str, rule: str = "", call: Call | None = None) -> None:

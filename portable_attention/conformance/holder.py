@@ -23,13 +23,7 @@ from portable_attention.conformance.capabilities import (
 from portable_attention.conformance.cases import Case, select
 from portable_attention.conformance.checks import CHECKS, Trial
 from portable_attention.conformance.generator import has_dtype
-from portable_attention.conformance.judge import (
-    Finding,
-    answers,
-    judge_results,
-    outcome_findings,
-    results_of,
-)
+from portable_attention.conformance.judge import Finding, judge
 from portable_attention.conformance.oracle import steps_of
 from portable_attention.conformance.report import CaseResult
 from portable_attention.conformance.sessions import Implementation, name_of, open_session
@@ -153,8 +147,7 @@ class Holder:
             return CaseResult.of(case, "not run", f"{_ENDS} calls before it hung or crashed")
         trial = Trial(case.id, case.rule, self._call, self.conventions)
         start = time.perf_counter()
-        trial.whole = case.call()
-        CHECKS[case.check](trial, trial.whole)
+        CHECKS[case.check](trial, case.call())
         seconds = time.perf_counter() - start
         may_refuse = case.needs() & MAY_REFUSE
         if not self.declared and may_refuse and trial.outcomes:
@@ -177,9 +170,9 @@ class Holder:
         capability = case.id.partition("/")[2]
         message = f"{capability} is not declared; the call must raise: {outcome.error}"
         if outcome.kind == "returned":
-            wrong = self._findings(case.id, case.rule, case.call(), outcome)
-            verdict = "wrong" if wrong else f"right: declare {capability}"
-            message = f"{capability} is not declared, yet the call did not raise; it is {verdict}"
+            verdict = judge(case.id, case.rule, case.call(), outcome, self.conventions)
+            told = "wrong" if verdict.findings else f"right: declare {capability}"
+            message = f"{capability} is not declared, yet the call did not raise; it is {told}"
         return CaseResult.of(case, "failed", findings=(Finding(case.id, "errors", message),))
 
     def _call(self, call: Call) -> Outcome:
@@ -195,16 +188,6 @@ class Holder:
             call = without_offset(call, self.conventions) or call
         return call
 
-    def _findings(self, case: str, rule: str, call: Call, outcome: Outcome) -> list[Finding]:
-        verdict = judge_results(
-            case,
-            rule,
-            results_of(outcome),
-            answers(call, self.conventions),
-            lowest=self.conventions.empty_lse == "lowest",
-        )
-        return [*outcome_findings(case, rule, outcome), *verdict.findings]
-
     def _with_code(self, case: Case, trial: Trial, finding: Finding) -> Finding:
         """Return a finding with code that shows it, made small for the first few."""
         call = trial.failing
@@ -216,7 +199,8 @@ class Holder:
             self._minimised += 1
 
             def wrong(smaller: Call) -> list[Finding]:
-                found = self._findings(trial.case, trial.rule, smaller, self._call(smaller))
+                outcome = self._call(smaller)
+                found = judge(case.id, case.rule, smaller, outcome, self.conventions).findings
                 same = (finding.part, finding.rule)
                 return [other for other in found if (other.part, other.rule) == same]
 

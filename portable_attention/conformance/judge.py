@@ -140,6 +140,37 @@ class Verdict:
     findings: tuple[Finding, ...]
 
 
+def judge(case: str, rule: str, call: Call, outcome: Outcome, conventions: Conventions) -> Verdict:
+    """Hold what became of a call against what must come of it.
+
+    Parameters
+    ----------
+    case, rule
+        What findings name.
+    call, outcome
+        The call, and what became of it.
+    conventions
+        Those of the implementation.
+    """
+    must, results = answers(call, conventions), results_of(outcome)
+    verdict = judge_results(
+        case,
+        rule,
+        results,
+        must,
+        lowest=conventions.empty_lse == "lowest",
+        half=call.dtype in ("float16", "bfloat16"),
+    )
+    findings = [*outcome_findings(case, rule, outcome), *verdict.findings]
+    if not findings:
+        findings = [
+            Finding(case, "derivatives", f"there is no {name}", name)
+            for name in must
+            if name.startswith("d_") and name not in results
+        ]
+    return Verdict(verdict.units, tuple(findings))
+
+
 def judge_results(
     case: str,
     rule: str,
@@ -205,7 +236,7 @@ def _worst(
     units = float(error[index])
     wrong = int((error > 1).sum())
     size = "" if np.isinf(units) else f", {units:.3g} times its bound {answer.bound[index]:.2g}"
-    where = "".join(f"[{', '.join(map(str, index))}]")
+    where = f"[{', '.join(map(str, index))}]"
     message = (
         f"{name}{where} is {is_:.9g}, must be {must:.9g}{size}; "
         f"{wrong} of {error.size} numbers are wrong"

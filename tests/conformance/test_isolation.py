@@ -11,7 +11,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from portable_attention import attention
+from portable_attention import attention, attention_vjp
 from portable_attention.conformance import ImplementationError, conform
 
 from . import zoo
@@ -185,3 +185,32 @@ def test_unknown_names_are_told():
         conform(attention, cases=["nothing"], isolate=False)
     with pytest.raises(ValueError, match="empty_rows must be one of"):
         conform(attention, conventions={"empty_rows": "one"}, isolate=False)
+
+
+@pytest.mark.parametrize(
+    ("pulled", "says"),
+    [
+        (lambda g: (g.query, g.key), "shorter"),
+        (lambda g: {"query": g.query, "key": g.key}, "KeyError"),
+        (lambda g: (g.query, g.key, None), "NoneType"),
+        (lambda g: None, "TypeError"),
+        (lambda g: (g.query, g.key, g.value.astype(np.float64)), "dtype float64"),
+    ],
+)
+def test_gradients_of_the_wrong_kind(pulled, says):
+    def vjp(query, key, value, **options):
+        output, pullback = attention_vjp(query, key, value, **options)
+        return output, lambda *upstream: pulled(pullback(*upstream))
+
+    report = conform(attention, vjp=vjp, cases=["gradient/plain"], isolate=False)
+    assert says in report.findings[0].message
+
+
+@pytest.mark.parametrize("pulled", [tuple, lambda g: g._asdict(), lambda g: list(g)[:3]])
+def test_gradients_may_come_in_order_or_by_name(pulled):
+    def vjp(query, key, value, **options):
+        output, pullback = attention_vjp(query, key, value, **options)
+        return output, lambda *upstream: pulled(pullback(*upstream))
+
+    report = conform(attention, vjp=vjp, cases=["gradient/plain"], isolate=False)
+    assert report.ok, str(report)

@@ -195,12 +195,13 @@ def test_the_function_of_the_guide_gets_a_verdict(tmp_path, monkeypatch):
     code = GUIDE.read_text(encoding="utf-8").split("```python\n")[1].split("```")[0]
     (tmp_path / "kernel.py").write_text(code)
     monkeypatch.chdir(tmp_path)
-    report = conform("kernel.py:attention", backend="torch", quick=True)
+    options = {"backend": "torch", "isolate": False}
+    report = conform("kernel.py:attention", quick=True, **options)
     assert report.rules[0] == "empty-rows"
     assert report.count("passed") > 60
-    found = discover("kernel.py:attention", backend="torch")
+    found = discover("kernel.py:attention", **options)
     less = [*found.missing, *found.wrong]
     again = conform(
-        "kernel.py:attention", backend="torch", conventions=found.conventions, without=less
+        "kernel.py:attention", conventions=found.conventions, without=less, quick=True, **options
     )
     assert {finding.rule for finding in again.findings} <= {"errors"}, str(again)
