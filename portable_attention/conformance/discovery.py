@@ -143,7 +143,7 @@ def discover(
 
 
 def _dtypes(holder: Holder) -> frozenset[str]:
-    """Return the dtypes that a plain call is not refused in; in each layout it is a plain call."""
+    """Return the dtypes in which a call is not refused that is a plain one in every layout."""
     found = set()
     for dtype in filter(has_dtype, DTYPES):
         arrays = {name: a.make() for name, a in inputs(1, heads=4, dtype=dtype).items()}

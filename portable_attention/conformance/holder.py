@@ -176,9 +176,7 @@ class Holder:
         return CaseResult.of(case, "failed", findings=(Finding(case.id, "errors", message),))
 
     def _call(self, call: Call) -> Outcome:
-        outcome = self.run(self._asked(call))
-        self._ends += outcome.kind in ("hung", "crashed")
-        return outcome
+        return self.run(self._asked(call))
 
     def _asked(self, call: Call) -> Call:
         """Return a call without what is not declared and need not be said."""
@@ -214,8 +212,12 @@ class Holder:
 
     def run(self, call: Call, conventions: Conventions | None = None) -> Outcome:
         """Make one call, in conventions that need not be those that are held."""
+        if self._ends >= _ENDS:
+            return Outcome("crashed", error=f"{_ENDS} calls before it hung or crashed")
         agreed = conventions or self.conventions
-        return translated_back(call, self._session.run(translated(call, agreed)), agreed)
+        outcome = self._session.run(translated(call, agreed))
+        self._ends += outcome.kind in ("hung", "crashed")
+        return translated_back(call, outcome, agreed)
 
     def prepared(self, case: Case) -> Case:
         """Return a float32 case in another dtype, where float32 is not to be had."""

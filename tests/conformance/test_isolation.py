@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from portable_attention import attention, attention_vjp
-from portable_attention.conformance import ImplementationError, conform
+from portable_attention.conformance import ImplementationError, conform, discover
 
 from . import zoo
 
@@ -34,6 +34,15 @@ def test_a_call_that_does_not_return(isolate):
     assert "did not return within 1 s" in report.findings[0].message
     assert len(report.findings) == 3, "and the rest is left"
     assert report.count("not run") > 3
+    assert time.perf_counter() - start < 30
+
+
+@posix
+def test_discovery_of_what_does_not_return():
+    start = time.perf_counter()
+    found = discover(zoo.never_returns, time_limit=1.0)
+    assert not found.capabilities
+    assert "did not return" in str(found)
     assert time.perf_counter() - start < 30
 
 

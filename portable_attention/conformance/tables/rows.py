@@ -96,6 +96,12 @@ SINKS: Final = (
         inputs(310, heads=3, queries=3, keys=5, sinks=bell((3,), 310, gain=2.0)),
     ),
     Case(
+        "sinks/zero",
+        "A sink of 0 is a sink: it adds 1 to the denominator.",
+        "sinks",
+        inputs(317, heads=2, sinks=Array((2,), "constant", gain=0.0)),
+    ),
+    Case(
         "sinks/once",
         "A sink counts once a row, however many tiles there are.",
         "sinks",

@@ -54,6 +54,12 @@ SCALE: Final = (
         "scale",
         inputs(12, width=13, value_width=5),
     ),
+    Case(
+        "scores/wide-head",
+        "Every number of a wide head counts: D = 160, and Dv = 136.",
+        "shapes",
+        inputs(21, queries=3, keys=5, width=160, value_width=136),
+    ),
     Case("scale/given", "A given scale replaces the default.", "scale", inputs(13), {"scale": 0.7}),
     Case(
         "scale/zero",
