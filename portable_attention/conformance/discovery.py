@@ -186,7 +186,10 @@ def _note(
     wrong: dict[str, str],
 ) -> None:
     findings = [finding for result in results for finding in result.findings]
-    if not results:
+    left = [result.why for result in results if result.status == "not run"]
+    if left:
+        wrong[capability] = left[0]
+    elif not results:
         missing[capability] = "no case shows it without something else that is missing"
     elif not findings:
         found.add(capability)
