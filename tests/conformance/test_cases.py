@@ -20,7 +20,7 @@ ANCHORS = set(re.findall(r'<a id="([^"]+)">', SEMANTICS.read_text(encoding="utf-
 # Headings above rules; what is about this library's own functions, or about no call at all.
 NOT_OF_A_CALL = {
     "positions", "what-comes-out", "engine-and-tiling", "engine", "states", "partial-attention",
-    "memory", "other-libraries", "lse", "arrays",
+    "memory", "other-libraries", "lse", "arrays", "explain",
 }  # fmt: skip
 
 
