@@ -218,7 +218,11 @@ def _add_conform(parser: argparse.ArgumentParser) -> None:
         help="write the report to a .html or .json file (may be repeated)",
     )
     parser.add_argument(
-        "--time-limit", type=float, default=20.0, metavar="SECONDS", help="for one call"
+        "--time-limit",
+        type=float,
+        default=20.0,
+        metavar="SECONDS",
+        help="for one call (default: 20); the first one may take thrice as long",
     )
     parser.add_argument(
         "--no-isolation", action="store_true", help="make the calls in this process"

@@ -63,7 +63,7 @@ def conform(
         Make the calls in a process of their own, that may hang or crash. By default where that is
         possible: for functions that can be imported, and for all others on NumPy.
     time_limit : float, default 20
-        Seconds for one call.
+        Seconds for one call; the first one may take thrice as long.
 
     Returns
     -------

@@ -149,7 +149,7 @@ class Direct:
 
     def __init__(self, implementation: Implementation, limit: float) -> None:
         self._adapter = implementation.adapter()
-        self._limit = limit
+        self._limit = _Limit(limit)
 
     def describe(self) -> dict[str, Any]:
         """Return what the adapter says of the implementation."""
@@ -157,21 +157,34 @@ class Direct:
 
     def run(self, call: Call) -> Outcome:
         """Make one call."""
-        quiet = io.StringIO()
+        quiet, limit = io.StringIO(), self._limit.next()
         try:
             with (
                 warnings.catch_warnings(),
                 contextlib.redirect_stdout(quiet),
                 contextlib.redirect_stderr(quiet),
-                _alarm(self._limit),
+                _alarm(limit),
             ):
                 warnings.simplefilter("ignore")
                 return self._adapter.run(call)
         except TimeLimit:
-            return Outcome("hung", error=_hung(self._limit))
+            return Outcome("hung", error=_hung(limit))
 
     def close(self) -> None:
         """Do nothing."""
+
+
+class _Limit:
+    """The seconds that calls may take: thrice as many for the first, which compiles and loads."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._first = True
+
+    def next(self) -> float:
+        """Return the seconds for the next call."""
+        first, self._first = self._first, False
+        return self._seconds * (3 if first else 1)
 
 
 @contextlib.contextmanager
@@ -210,7 +223,7 @@ class Isolated:
 
     def __init__(self, implementation: Implementation, limit: float, *, fork: bool = False) -> None:
         self._implementation = implementation
-        self._limit = limit
+        self._limit = _Limit(limit)
         self._fork = fork
         self._worker: _Worker | None = None
         self._described = self._start().described
@@ -221,18 +234,18 @@ class Isolated:
 
     def run(self, call: Call) -> Outcome:
         """Make one call."""
-        worker = self._worker or self._start()
+        worker, limit = self._worker or self._start(), self._limit.next()
         try:
             worker.connection.send(call)
-            if worker.connection.poll(self._limit):
+            if worker.connection.poll(limit):
                 outcome = worker.connection.recv()
-                assert isinstance(outcome, Outcome)
-                return outcome
-        except (EOFError, OSError):
+                if isinstance(outcome, Outcome):
+                    return outcome
+        except Exception:  # the process has ended, or somebody else has written to its socket
             return Outcome("crashed", error=self._ended())
         worker.process.kill()
         self.close()
-        return Outcome("hung", error=_hung(self._limit))
+        return Outcome("hung", error=_hung(limit))
 
     def close(self) -> None:
         """End the process."""

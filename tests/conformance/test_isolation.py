@@ -31,7 +31,8 @@ def test_a_call_that_does_not_return(isolate):
     start = time.perf_counter()
     report = held(zoo.never_returns, isolate=isolate)
     assert not report.ok
-    assert "did not return within 1 s" in report.findings[0].message
+    assert "did not return within 3 s" in report.findings[0].message, "the first may take longer"
+    assert "did not return within 1 s" in report.findings[1].message
     assert len(report.findings) == 3, "and the rest is left"
     assert report.count("not run") > 3
     assert time.perf_counter() - start < 30
