@@ -12,10 +12,10 @@ through the files that ``portable-attention vectors`` writes (docs/vectors.md).
 
 from portable_attention.conformance.capabilities import CAPABILITIES, Conventions
 from portable_attention.conformance.discovery import Fingerprint, discover
+from portable_attention.conformance.implementation import ImplementationError
 from portable_attention.conformance.judge import Finding
 from portable_attention.conformance.report import CaseResult, Report
 from portable_attention.conformance.runner import conform
-from portable_attention.conformance.sessions import ImplementationError
 
 __all__ = [
     "CAPABILITIES",

@@ -75,7 +75,7 @@ class Adapter:
         before = {name: _bytes(library, array) for name, array in own.items()}
         options = dict(call.options)
         if isinstance(options.get("dropout"), Mapping):
-            from portable_attention.core.dropout import Dropout
+            from portable_attention import Dropout
 
             options["dropout"] = Dropout(**options["dropout"])
         wants_lse = call.lse

@@ -23,10 +23,11 @@ from portable_attention.conformance.capabilities import (
 from portable_attention.conformance.cases import Case, select
 from portable_attention.conformance.checks import CHECKS, Trial
 from portable_attention.conformance.generator import has_dtype
+from portable_attention.conformance.implementation import Implementation, name_of
 from portable_attention.conformance.judge import Finding, judge
 from portable_attention.conformance.oracle import steps_of
 from portable_attention.conformance.report import CaseResult
-from portable_attention.conformance.sessions import Implementation, name_of, open_session
+from portable_attention.conformance.sessions import open_session
 from portable_attention.conformance.translation import translated, translated_back
 
 LIMIT: Final = 20.0  # seconds for a call: compilers and cold devices are slow

@@ -13,7 +13,7 @@ import pytest
 from portable_attention.conformance.capabilities import CAPABILITIES, Conventions
 from portable_attention.conformance.cases import Case, select
 from portable_attention.conformance.holder import LIMIT, Holder
-from portable_attention.conformance.sessions import ImplementationError
+from portable_attention.conformance.implementation import ImplementationError
 
 _OPTIONS: Final[dict[str, dict[str, Any]]] = {
     "--implementation": {"help": "what to hold: package.module:function or file.py:function"},

@@ -7,7 +7,6 @@ ended; when it has ended, by itself or not, the next call starts another.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import io
 import multiprocessing
 import os
@@ -18,104 +17,21 @@ import sys
 import tempfile
 import threading
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from types import FrameType
 from typing import Any, Final, Protocol
 
-from portable_attention.conformance.adapter import Adapter, TimeLimit
+from portable_attention.conformance.adapter import TimeLimit
 from portable_attention.conformance.calls import Call, Outcome
+from portable_attention.conformance.implementation import (
+    Implementation,
+    ImplementationError,
+    importable,
+)
 
 START: Final = 120.0  # seconds for a process to import its libraries and the implementation
 _TAIL: Final = 300  # characters of what a process wrote before it ended
-
-
-class ImplementationError(Exception):
-    """The implementation cannot be imported, or its library or device cannot be used."""
-
-
-@dataclass(frozen=True)
-class Implementation:
-    """What to call, and how.
-
-    Parameters
-    ----------
-    function
-        A callable, or its name, ``package.module:function`` or ``path/to/file.py:function``.
-    backend, device
-        The library and device of the arrays.
-    vjp
-        A callable with the signature of `portable_attention.attention_vjp`, or its name.
-    """
-
-    function: Callable[..., Any] | str
-    backend: str = "numpy"
-    device: str | None = None
-    vjp: Callable[..., Any] | str | None = None
-
-    def adapter(self) -> Adapter:
-        """Import what is named, and return what makes calls of it."""
-        try:
-            return Adapter(
-                resolved(self.function),
-                self.backend,
-                self.device,
-                None if self.vjp is None else resolved(self.vjp),
-            )
-        except ImplementationError:
-            raise
-        except (Exception, SystemExit) as error:
-            raise ImplementationError(f"{type(error).__name__}: {error}") from error
-
-
-def name_of(function: Callable[..., Any] | str) -> str:
-    """Return what a report calls an implementation."""
-    if isinstance(function, str):
-        return function
-    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
-    if not module or not name:  # an object that can be called
-        module, name = type(function).__module__, type(function).__qualname__ + "()"
-    return f"{module}:{name}"
-
-
-def resolved(function: Callable[..., Any] | str) -> Callable[..., Any]:
-    """Return a callable, importing it if it is named."""
-    if not isinstance(function, str):
-        return function
-    where, _, name = function.rpartition(":")
-    if not where or not name:
-        raise ImplementationError(
-            f"{function!r} names no function: write package.module:function or file.py:function"
-        )
-    try:
-        found: Any = _imported(where)
-        for part in name.split("."):
-            found = getattr(found, part)
-    except (Exception, SystemExit) as error:
-        raise ImplementationError(
-            f"cannot import {function!r}: {type(error).__name__}: {error}"
-        ) from error
-    if not callable(found):
-        raise ImplementationError(f"{function!r} is a {type(found).__name__}, not a function")
-    return found  # type: ignore[no-any-return]
-
-
-def _imported(where: str) -> Any:
-    if where.endswith(".py"):
-        from importlib.util import module_from_spec, spec_from_file_location
-
-        name = os.path.splitext(os.path.basename(where))[0]
-        spec = spec_from_file_location(name, where)
-        if spec is None or spec.loader is None or not os.path.exists(where):
-            raise ImportError(f"there is no file {where!r}")
-        module = module_from_spec(spec)
-        sys.modules[name] = module
-        spec.loader.exec_module(module)
-        return module
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    return importlib.import_module(where)
 
 
 class Session(Protocol):
@@ -299,7 +215,7 @@ class _Worker:
         ours, theirs = socket.socketpair()
         connection = Connection(ours.detach())
         try:
-            named = None if fork else _named(implementation)
+            named = None if fork else importable(implementation)
             if named is not None:
                 process: Any = subprocess.Popen(
                     [sys.executable, "-m", "portable_attention.conformance.worker",
@@ -382,35 +298,7 @@ def _can_isolate(implementation: Implementation) -> bool:
     if os.name != "posix":
         return False
     # A forked process can use neither a GPU nor the threads of JAX or PyTorch.
-    return _named(implementation) is not None or implementation.backend == "numpy"
-
-
-def _named(implementation: Implementation) -> Implementation | None:
-    """Return the implementation with names in place of its functions, if they can be imported."""
-    function, vjp = _reference(implementation.function), None
-    if implementation.vjp is not None and (vjp := _reference(implementation.vjp)) is None:
-        return None
-    if function is None:
-        return None
-    return Implementation(
-        function,
-        implementation.backend,
-        implementation.device,
-        vjp,
-    )
-
-
-def _reference(function: Callable[..., Any] | str) -> str | None:
-    if isinstance(function, str):
-        return function
-    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
-    if not module or not name or module == "__main__" or "<" in name:
-        return None
-    found: Any = sys.modules.get(module)
-    for part in name.split("."):
-        found = getattr(found, part, None)
-    spec = getattr(sys.modules.get(module), "__spec__", None)
-    return f"{module}:{name}" if found is function and spec is not None else None
+    return importable(implementation) is not None or implementation.backend == "numpy"
 
 
 def _hung(seconds: float) -> str:

@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 from typing import Final
 
 from portable_attention.conformance.calls import Call, Outcome
-from portable_attention.conformance.sessions import Implementation, ImplementationError
+from portable_attention.conformance.implementation import Implementation, ImplementationError
 
 _LONGEST: Final = 1 << 16  # bytes of what is written that are kept
 
