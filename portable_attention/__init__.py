@@ -1,5 +1,8 @@
 """Exact attention for every array library."""
 
+from importlib import import_module
+from types import ModuleType
+
 from portable_attention._version import __version__
 from portable_attention.attention import attention
 from portable_attention.core.dropout import Dropout
@@ -19,3 +22,10 @@ __all__ = [
     "merge_states",
     "partial_attention",
 ]
+
+
+def __getattr__(name: str) -> ModuleType:
+    """Import the conformance kit when it is first asked for."""
+    if name == "conformance":
+        return import_module("portable_attention.conformance")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

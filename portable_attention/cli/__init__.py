@@ -1,4 +1,4 @@
-"""The command line: ``portable-attention demo``, ``run`` and ``info``."""
+"""The command line: ``portable-attention demo``, ``run``, ``info``, ``conform`` and others."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns
     -------
     int
-        The exit status: 0, 1 where the demo found a wrong answer, 2 for a fault of the request
-        or its files (told in one line on stderr), 130 after Ctrl-C.
+        The exit status: 0, 1 where the demo, ``conform`` or ``check`` found a wrong answer, 2 for a
+        fault of the request or its files (told in one line on stderr), 130 after Ctrl-C.
     """
     try:
         args = build_parser().parse_args(argv)
@@ -32,6 +32,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             from portable_attention.cli.run import run as command
         elif args.command == "demo":
             from portable_attention.cli.demo import demo as command
+        elif args.command == "conform":
+            from portable_attention.cli.conform import conform as command
+        elif args.command == "vectors":
+            from portable_attention.cli.vectors import vectors as command
+        elif args.command == "check":
+            from portable_attention.cli.vectors import check as command
         else:
             from portable_attention.cli.info import info as command
         return command(args)

@@ -62,3 +62,8 @@ def query_offset(text: str) -> Any:
         return counts(text)
     except ArgumentTypeError as error:
         raise ArgumentTypeError(f"{error}; or the word start or end") from None
+
+
+def words(text: str) -> list[str]:
+    """Read names separated by commas."""
+    return [word.strip() for word in text.split(",") if word.strip()]

@@ -44,6 +44,21 @@ def build_parser() -> Parser:
             allow_abbrev=False,
         )
     )
+    for name, says, epilog, add in (
+        ("conform", _CONFORM, _CONFORM_MORE, _add_conform),
+        ("vectors", _VECTORS, None, _add_vectors),
+        ("check", _CHECK, None, _add_check),
+    ):
+        add(
+            commands.add_parser(
+                name,
+                help=says,
+                description=says,
+                epilog=epilog,
+                formatter_class=argparse.RawDescriptionHelpFormatter,
+                allow_abbrev=False,
+            )
+        )
     commands.add_parser("info", help=_INFO, description=_INFO, allow_abbrev=False)
     return parser
 
@@ -54,6 +69,25 @@ _DEMO: Final = (
 )
 _RUN: Final = "compute attention from a file of arrays and write output and lse to another"
 _INFO: Final = "versions, devices, BLAS kernels and threads, for a report of a fault"
+_CONFORM: Final = "hold an implementation of attention against the specification"
+_CONFORM_MORE: Final = """\
+The implementation is called as function(query, key, value, **options), with the options of
+portable_attention.attention that it names, on arrays of the chosen library.
+
+exit status: 0 it conforms, 1 it does not, 2 it cannot be imported or called as asked
+
+examples:
+  portable-attention conform mypkg.mod:attention
+  portable-attention conform kernel.py:attention --backend torch --device cuda --quick
+  portable-attention conform mypkg.mod:attention --discover
+  portable-attention conform mypkg.mod:attention --convention empty_rows=nan \\
+      --without dropout,sinks --report report.html
+"""
+_VECTORS: Final = (
+    "write the cases as files, with what must come of them and how far from it a result may lie: "
+    "docs/vectors.md says how to use them from any language"
+)
+_CHECK: Final = "judge the results that another program wrote for the files of vectors"
 _FILES: Final = """\
 files: .safetensors or .npz, told by the extension; nothing is ever unpickled.
   in   query, key, value, and where present mask, bias, sinks, query_lengths,
@@ -126,4 +160,109 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--engine", default=None, help="auto or portable")
     what.add_argument(
         "--block-size", type=options.block_size, metavar="QUERIES,KEYS", help="force a tiling"
+    )
+
+
+def _add_conform(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "implementation",
+        metavar="FUNCTION",
+        help="package.module:function, or path/to/file.py:function",
+    )
+    parser.add_argument(
+        "--backend",
+        choices=BACKENDS[:-1],
+        default="numpy",
+        help="the library of the arrays that it takes (default: numpy)",
+    )
+    parser.add_argument("--device", help="as the library writes it: cuda, cuda:0, gpu:0")
+    parser.add_argument("--vjp", metavar="FUNCTION", help="its gradients, as attention_vjp's")
+    parser.add_argument("--quick", action="store_true", help="the quick cases alone")
+    parser.add_argument(
+        "--case",
+        action="append",
+        metavar="CASE",
+        help="only this case, or this group of cases (may be repeated)",
+    )
+    parser.add_argument(
+        "--capabilities",
+        type=options.words,
+        metavar="NAME[,NAME...]",
+        help="what it can do, or all: this must be right, and everything else must raise",
+    )
+    parser.add_argument(
+        "--without",
+        type=options.words,
+        default=[],
+        metavar="NAME[,NAME...]",
+        help="what it cannot do: this must raise (may be given with or without --capabilities)",
+    )
+    parser.add_argument(
+        "--convention",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="where it deviates by intention, such as empty_rows=nan (may be repeated)",
+    )
+    parser.add_argument(
+        "--discover",
+        action="store_true",
+        help="find out its conventions and capabilities, and print them",
+    )
+    parser.add_argument(
+        "--report",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="write the report to a .html or .json file (may be repeated)",
+    )
+    parser.add_argument(
+        "--time-limit",
+        type=float,
+        default=20.0,
+        metavar="SECONDS",
+        help="for one call (default: 20); the first one may take thrice as long",
+    )
+    parser.add_argument(
+        "--no-isolation", action="store_true", help="make the calls in this process"
+    )
+    parser.add_argument("-q", "--quiet", action="store_true", help="no progress bar")
+
+
+def _add_vectors(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("directory", type=Path, metavar="DIR", help="where to write the files")
+    parser.add_argument("--quick", action="store_true", help="the quick cases alone")
+    parser.add_argument(
+        "--case",
+        action="append",
+        metavar="CASE",
+        help="only this case, or this group of cases (may be repeated)",
+    )
+
+
+def _add_check(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "results", type=Path, metavar="RESULTS", help="the directory of the results"
+    )
+    parser.add_argument(
+        "--vectors", type=Path, required=True, metavar="DIR", help="what `vectors` wrote"
+    )
+    parser.add_argument(
+        "--partial", action="store_true", help="results that are missing are no fault"
+    )
+    parser.add_argument(
+        "--convention",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="empty_rows, empty_lse or lse_base, where they deviate by intention",
+    )
+    parser.add_argument(
+        "--report",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="write the report to a .html or .json file (may be repeated)",
     )
