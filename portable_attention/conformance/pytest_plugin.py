@@ -1,6 +1,6 @@
 """The kit as a pytest plugin: one test item for each case.
 
-It is registered by the module ``portable_attention_pytest``, only where the kit is run.
+It is registered by the module ``portable_attention.pytest_entry``, only where the kit is run.
 """
 
 from __future__ import annotations

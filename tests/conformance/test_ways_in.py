@@ -91,7 +91,7 @@ def test_what_cannot_be_done_is_one_line(kernel, arguments, capsys):
 def run_pytest(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
     """Run the kit's tests from somewhere else, as its users do."""
     return subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "portable_attention_pytest", "--pyargs",
+        [sys.executable, "-m", "pytest", "-p", "portable_attention.pytest_entry", "--pyargs",
          "portable_attention.conformance", "-p", "no:cacheprovider", "-q", "-rN", *arguments],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_ADDOPTS": ""},
@@ -149,7 +149,7 @@ def test_the_plugin_says_what_is_missing(kernel, arguments, says):
 def test_the_plugin_leaves_other_runs_alone(kernel):
     (kernel.parent / "test_other.py").write_text("def test_nothing():\n    pass\n")
     code = (
-        "import sys, pytest; status = pytest.main(['-q', '-p', 'portable_attention_pytest', "
+        "import sys, pytest; status = pytest.main(['-q', '-p', 'portable_attention.pytest_entry', "
         "'test_other.py']); sys.exit(status or 'numpy' in sys.modules or "
         "'portable_attention' in sys.modules)"
     )

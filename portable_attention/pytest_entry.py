@@ -2,9 +2,8 @@
 
     pytest --pyargs portable_attention.conformance --implementation mypkg.mod:attention
 
-It is a module of its own, and does nothing in all other runs: pytest loads the plugins of every
-package that is installed, and must not import an array library, nor get options, because of this
-one.
+pytest loads the plugins of every package that is installed. So this one is small, and does nothing
+in all other runs: no options, and no import but that of the package itself.
 """
 
 from __future__ import annotations
