@@ -35,7 +35,8 @@ def explicit_scores(
     batch, kv_heads, columns = key.shape[:3]
     with np.errstate(all="ignore"):
         # The query heads of a group are rows of one product, as keys are never copied.
-        wide = backend.astype(query, lse.dtype) * (width**-0.5 if scale is None else scale)
+        factor = max(width, 1) ** -0.5 if scale is None else scale
+        wide = backend.astype(query, lse.dtype) * factor
         grouped = xp.reshape(wide, (batch, kv_heads, heads // kv_heads * rows, width))
         transposed = xp.matrix_transpose(backend.astype(key, lse.dtype))
         scores = backend.ops.matmul(grouped, transposed)

@@ -110,6 +110,8 @@ def native() -> Callable[..., Any]:
     def kernel(query: Array, key: Array, value: Array, **options: Any) -> Any:
         if not query.ndim == key.ndim == value.ndim == 4:
             lacks(_NAME, f"arrays of ranks {query.ndim}, {key.ndim} and {value.ndim}")
+        if "float64" in str(query.dtype):
+            lacks(_NAME, "float64")
         check_offset(_NAME, "end", options, query.shape[-2], key.shape[-2])
         if len(restrictions := [n for n in ("mask", "bias", "causal") if n in options]) > 1:
             lacks(_NAME, " with ".join(restrictions))

@@ -114,20 +114,18 @@ def attention(
     causal = _check_flags(is_causal, qk_matmul_output_mode, return_qk_matmul_output)
     window = window_of("window", (left_window_size, right_window_size))
     packed = getattr(Q, "ndim", None) == 3
-    backend = common_backend({"Q": Q, "K": K, "V": V})
+    arrays = {"Q": Q, "K": K, "V": V, "past_key": past_key, "past_value": past_value}
+    backend = common_backend({name: array for name, array in arrays.items() if array is not None})
     query = _heads_first(backend, "Q", Q, q_num_heads, "q_num_heads")
     key = _heads_first(backend, "K", K, kv_num_heads, "kv_num_heads")
     value = _heads_first(backend, "V", V, kv_num_heads, "kv_num_heads")
-    if Q.ndim != K.ndim or Q.ndim != V.ndim:
-        raise ValueError(
-            f"Q, K and V must have the same rank, got {tuple(Q.shape)}, {tuple(K.shape)} and "
-            f"{tuple(V.shape)}"
-        )
+    if len({(array.ndim, array.shape[0]) for array in (Q, K, V)}) > 1:
+        shapes = ", ".join(str(tuple(array.shape)) for array in (Q, K, V))
+        raise ValueError(f"Q, K and V must have the same rank and batch, got {shapes}")
 
     offset: Any = "start"
     _check_cache(past_key, past_value, nonpad_kv_seqlen)
     if past_key is not None and past_value is not None:
-        common_backend({"Q": Q, "past_key": past_key, "past_value": past_value})
         offset = past_key.shape[-2]
         key = _after(backend, "past_key", past_key, key)
         value = _after(backend, "past_value", past_value, value)
