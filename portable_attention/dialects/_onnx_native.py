@@ -99,9 +99,10 @@ def _model(inputs: dict[str, Any], attributes: dict[str, Any], opset: int) -> An
     from onnx import helper
 
     names = ["Q", "K", "V", "attn_mask", "past_key", "past_value", "nonpad_kv_seqlen"]
+    last = max(names.index(name) for name in inputs)  # older opsets have fewer inputs
     node = helper.make_node(
         "Attention",
-        [name if name in inputs else "" for name in names],
+        [name if name in inputs else "" for name in names[: last + 1]],
         ["Y"],
         **{name: number for name, number in attributes.items() if number is not None},
     )

@@ -57,7 +57,7 @@ def dot_product_attention(
     Raises
     ------
     TypeError, ValueError
-        As `portable_attention.attention` does.
+        As `portable_attention.attention` does. Tensors of TensorFlow are not taken.
 
     Notes
     -----
@@ -132,17 +132,23 @@ def native(flash_attention: bool | None = None) -> Callable[..., Any]:
         if heads_first:
             query, key, value = (array.swapaxes(1, 2) for array in (query, key, value))
         check_offset(_NAME, "start", options, query.shape[1], key.shape[1])
-        output = keras.ops.dot_product_attention(
-            query,
-            key,
-            value,
-            bias=options.get("bias"),
-            mask=options.get("mask"),
-            scale=options.get("scale"),
-            is_causal=options.get("causal", False),
-            flash_attention=flash_attention,
-            attn_logits_soft_cap=options.get("softcap"),
-        )
+        try:
+            output = keras.ops.dot_product_attention(
+                query,
+                key,
+                value,
+                bias=options.get("bias"),
+                mask=options.get("mask"),
+                scale=options.get("scale"),
+                is_causal=options.get("causal", False),
+                flash_attention=flash_attention,
+                attn_logits_soft_cap=options.get("softcap"),
+            )
+        except ValueError as error:
+            # Backends differ: soft caps are for JAX on TPU, mask with bias is not for PyTorch.
+            if "only supported for" in str(error) or "Only one of" in str(error):
+                raise NotImplementedError(f"{_NAME} has no such option here: {error}") from error
+            raise
         if isinstance(query, np.ndarray):
             output = keras.ops.convert_to_numpy(output)
         return output.swapaxes(1, 2) if heads_first else output

@@ -22,6 +22,8 @@ def scaled_dot_product_attention(
     scale: float,
     mask: str | Array | None = None,
     sinks: Array | None = None,
+    force_fused: bool = False,
+    stream: Any = None,
 ) -> Array:
     """Compute attention as the function of this name in ``mlx.core.fast`` does.
 
@@ -38,11 +40,14 @@ def scaled_dot_product_attention(
         An array is bool, True where a query may attend a key, or floating, added to the scores.
     sinks : floating array, shape (Hq,), optional
         ``exp(sinks[h])`` is added to the softmax denominator of each row of head h.
+    force_fused, stream
+        Accepted, and make no difference.
 
     Returns
     -------
     array, shape (B, Hq, Lq, Dv)
-        Of the library, dtype and device of `q`.
+        Of the library, dtype and device of `q`. Arrays of MLX, too, are computed on the CPU, by
+        way of NumPy, without derivatives.
 
     Raises
     ------
@@ -51,9 +56,8 @@ def scaled_dot_product_attention(
 
     Notes
     -----
-    Different from the original: a row that may attend no key is 0, where some of the original's
-    paths give NaN. NaN in what is masked is not felt. There is no `stream`: the call runs where its
-    arrays are.
+    Different from the original: a row that may attend no key is 0, where the original gives the
+    mean of the values or NaN. NaN in what is masked is not felt.
 
     References
     ----------
@@ -67,11 +71,19 @@ def scaled_dot_product_attention(
     >>> scaled_dot_product_attention(key[..., -1:, :], key, value, scale=0.25, mask="causal").shape
     (1, 4, 1, 16)
     """
-    if isinstance(mask, str):
-        if mask != "causal":
-            raise ValueError(f"mask must be 'causal', an array or None, got {mask!r}")
-        return attention(q, k, v, causal=True, query_offset="end", scale=_given(scale), sinks=sinks)
-    return attention(q, k, v, scale=_given(scale), sinks=sinks, **mask_or_bias("mask", mask))
+    if scale is None:
+        raise TypeError("scale must be a number, as in MLX: typically 1 / sqrt(D)")
+    own = _is_mlx(q)
+    if own:
+        q, k, v, sinks = (_to_numpy(array) for array in (q, k, v, sinks))
+        mask = mask if isinstance(mask, str) else _to_numpy(mask)
+    options: dict[str, Any] = {"causal": True, "query_offset": "end"}
+    if not isinstance(mask, str):
+        options = mask_or_bias("mask", mask)
+    elif mask != "causal":
+        raise ValueError(f"mask must be 'causal', an array or None, got {mask!r}")
+    output = attention(q, k, v, scale=scale, sinks=sinks, **options)
+    return _to_mlx(output) if own else output
 
 
 def native() -> Callable[..., Any]:
@@ -94,19 +106,6 @@ def native() -> Callable[..., Any]:
     """
     import mlx.core as mx
 
-    def moved(array: Any) -> Any:
-        if not isinstance(array, np.ndarray):
-            return array
-        if array.dtype.name == "bfloat16":  # NumPy's is foreign to MLX
-            return mx.array(array.astype(np.float32)).astype(mx.bfloat16)
-        return mx.array(array)
-
-    def returned(array: Any, query: Any) -> Any:
-        if not isinstance(query, np.ndarray):
-            return array
-        wide = array.astype(mx.float32) if array.dtype == mx.bfloat16 else array
-        return np.array(wide).astype(query.dtype, copy=False)
-
     def kernel(query: Array, key: Array, value: Array, **options: Any) -> Any:
         if not query.ndim == key.ndim == value.ndim == 4:
             lacks(_NAME, f"arrays of ranks {query.ndim}, {key.ndim} and {value.ndim}")
@@ -117,20 +116,43 @@ def native() -> Callable[..., Any]:
             lacks(_NAME, " with ".join(restrictions))
         mask = "causal" if options.get("causal") else options.get("mask", options.get("bias"))
         scale = options.get("scale", query.shape[-1] ** -0.5 if query.shape[-1] else 1.0)
+        own = isinstance(query, np.ndarray)
         output = mx.fast.scaled_dot_product_attention(
-            moved(query),
-            moved(key),
-            moved(value),
+            _to_mlx(query),
+            _to_mlx(key),
+            _to_mlx(value),
             scale=float(scale),
-            mask=moved(mask),
-            sinks=moved(options.get("sinks")),
+            mask=_to_mlx(mask),
+            sinks=_to_mlx(options.get("sinks")),
         )
-        return returned(output, query)
+        return _to_numpy(output).astype(query.dtype, copy=False) if own else output
 
     return adapter(_NAME, {"mask", "bias", "causal", "query_offset", "scale", "sinks"}, kernel)
 
 
-def _given(scale: float) -> float:
-    if scale is None:
-        raise TypeError("scale must be a number, as in MLX: typically 1 / sqrt(D)")
-    return scale
+def _is_mlx(array: Any) -> bool:
+    return type(array).__module__.partition(".")[0] == "mlx"
+
+
+def _to_mlx(array: Any) -> Any:
+    """Return an array of NumPy as one of MLX; anything else as it is."""
+    import mlx.core as mx
+
+    if not isinstance(array, np.ndarray):
+        return array
+    if array.dtype.name == "bfloat16":  # NumPy's is foreign to MLX
+        return mx.array(array.astype(np.float32)).astype(mx.bfloat16)
+    return mx.array(array)
+
+
+def _to_numpy(array: Any) -> Any:
+    """Return an array of MLX as one of NumPy; anything else as it is."""
+    if not _is_mlx(array):
+        return array
+    import mlx.core as mx
+
+    if array.dtype == mx.bfloat16:
+        import ml_dtypes
+
+        return np.array(array.astype(mx.float32)).astype(ml_dtypes.bfloat16)
+    return np.array(array)

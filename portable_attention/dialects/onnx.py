@@ -257,10 +257,10 @@ def _in_precision(backend: Backend, array: Array, precision: Any) -> Array:
         )
     if _PRECISIONS[precision] != "float64":
         return array
-    wide = backend.astype(array, backend.dtype("float64"))
-    if dtype_name(wide) != "float64":
+    known = backend.xp.__array_namespace_info__().dtypes(device=backend.device(array))
+    if "float64" not in known:
         raise ValueError(
             f"softmax_precision = 11 (double) needs float64, which {backend.name} does not have "
             "here (in JAX: jax_enable_x64)"
         )
-    return wide
+    return backend.astype(array, backend.dtype("float64"))

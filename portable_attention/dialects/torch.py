@@ -145,8 +145,9 @@ def native(backend: str | None = None) -> Callable[..., Any]:
 
 
 def _check_heads(query: Array, key: Array) -> None:
-    shapes = [tuple(getattr(array, "shape", ())) for array in (query, key)]
-    heads, kv_heads = (shape[-3] if len(shape) > 2 else 1 for shape in shapes)
+    if not all(hasattr(array, "shape") for array in (query, key)):
+        return  # which is said where arrays are checked
+    heads, kv_heads = (a.shape[-3] if len(a.shape) > 2 else 1 for a in (query, key))
     if kv_heads not in (heads, 1):
         raise ValueError(
             f"query has {heads} heads and key {kv_heads}: heads are shared with enable_gqa=True"

@@ -137,6 +137,18 @@ def test_the_signature_is_that_of_attention(kernel: Any) -> None:
         function(*map(there, problem(1)), colour="red")
 
 
+def test_arrays_of_mlx() -> None:
+    mx = pytest.importorskip("mlx.core", reason="needs mlx, to make arrays of its own")
+    arrays = problem(3)
+    for dtype, atol in ((mx.float32, 1e-5), (mx.bfloat16, 2e-2)):
+        own = [mx.array(array).astype(dtype) for array in arrays]
+        found = dialects.mlx.scaled_dot_product_attention(*own, scale=0.3, mask="causal")
+        original = mx.fast.scaled_dot_product_attention(*own, scale=0.3, mask="causal")
+        assert isinstance(found, mx.array)
+        assert found.dtype == dtype
+        assert mx.allclose(found.astype(mx.float32), original.astype(mx.float32), atol=atol)
+
+
 def test_the_message_names_the_option() -> None:
     import torch
 
