@@ -36,9 +36,11 @@ class Judged(NamedTuple):
 JUDGED = {
     "torch_math": Judged("PyTorch SDPA, math", ("torch",), "torch", "start"),
     "torch_flash": Judged("PyTorch SDPA, flash", ("torch",), "torch", "start"),
+    "flex_eager": Judged("flex_attention", ("torch",), "torch", "start"),
     "jax_nn": Judged("jax.nn", ("jax",), "jax", "start"),
     "onnx_reference": Judged("ONNX reference", ("onnx",), "numpy", "start"),
     "onnx_runtime": Judged("ONNX Runtime", ("onnx", "onnxruntime"), "numpy", "start"),
+    "openvino_cpu": Judged("OpenVINO", ("openvino",), "numpy", "start"),
     "mlx_fast": Judged("MLX", ("mlx",), "numpy", "end"),
     "keras_ops": Judged("Keras", ("keras",), "numpy", "start"),
 }
