@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from portable_attention import attention
+from portable_attention import attention, explain
 from portable_attention.backends.torch_native import FlashOnCpu
 
 from .accuracy import assert_accurate, reference_of
@@ -146,6 +146,14 @@ def test_scores_beyond_the_range_are_left_to_the_portable_tiles(taken):
 def test_large_finite_sums_are_not_garbage(taken):
     own = [torch.full((1, 2, 6, 4), number) for number in (0.0, 0.0, 3e37)]
     assert torch.isfinite(attention(*own, engine="native")).all()
+
+
+def test_long_calls_can_be_interrupted():
+    """A kernel that runs for minutes would keep Ctrl-C waiting."""
+    query = torch.zeros(1).expand(1, 16, 2**17, 16)
+    found = explain(query, query, query)
+    assert found.engine == "portable"
+    assert "interrupted" in found.passed_over[FlashOnCpu.name]
 
 
 def test_libraries_without_a_kernel_say_so():

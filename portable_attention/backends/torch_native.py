@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 # Below so many scores the kernel is always as fast: starting tiles costs more than they do.
 _FEW_SCORES = 1 << 22
+# Beyond these a call takes a second and more on two cores, and Ctrl-C waits for its end.
+_MANY_SCORES = 1 << 29
 _FINITE_SCORE = 1e37
 
 
@@ -60,11 +62,13 @@ class FlashOnCpu:
             return "it copies what is broadcast"
         return _unplain(call.query, call.key, call.value)
 
-    def is_slower(self, call: Call) -> str | None:
+    def is_worse(self, call: Call) -> str | None:
         problem = call.problem
         scores = problem.query_length * problem.key_length * problem.kv_heads
         for size in problem.batch:
             scores *= size
+        if scores > _MANY_SCORES:
+            return "so long a call of it could not be interrupted"
         if scores < _FEW_SCORES:
             return None
         ratio = _portable_to_native()

@@ -22,8 +22,8 @@ class Kernel(Protocol):
     def refuses(self, call: Call) -> str | None:
         """Return why the kernel cannot give what this call means, or None."""
 
-    def is_slower(self, call: Call) -> str | None:
-        """Return why the portable tiles are the faster choice, or None."""
+    def is_worse(self, call: Call) -> str | None:
+        """Return why the portable tiles are the better choice, or None."""
 
     def run(self, call: Call) -> tuple[Array, Array] | None:
         """Return output (*batch, Hkv, G, Lq, Dv) and lse, or None if something is not finite."""
@@ -38,7 +38,7 @@ def choose(call: Call, engine: str) -> tuple[Kernel | None, dict[str, str]]:
         if reason is None and engine == "portable":
             reason = "engine='portable' asks for the portable tiles"
         if reason is None and engine == "auto":
-            reason = kernel.is_slower(call)
+            reason = kernel.is_worse(call)
         if reason is None and chosen is not None:
             reason = f"{chosen.name} comes first"
         if reason is None:
