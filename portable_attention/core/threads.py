@@ -46,43 +46,49 @@ def _set_count(library: Any, count: int) -> None:
 
 
 class _BlasGuard:
-    """Counts the calls that want BLAS to run in one thread."""
+    """Knows the calls that want BLAS to run in one thread.
+
+    Ctrl-C may come between any two steps, and a fork may copy what stands between them. So a call
+    is entered before anything is changed, what is to be restored is known before it is changed and
+    until it is restored, and every step may be done twice.
+    """
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.depth = 0
+        self.holders: set[int] = set()
         self.saved: list[tuple[Any, int]] = []
 
     def threads(self) -> int:
         """Return how many threads BLAS may use as the user has set it."""
         with self.lock:
             counts = [_count(library) for library in _libraries(per_thread=True)]
-            if self.depth:
+            if self.saved:
                 counts += [count for _, count in self.saved]
             else:
                 counts += [_count(library) for library in _libraries(per_thread=False)]
         return max(counts, default=0) or available_cores()
 
-    def enter(self) -> None:
+    def hold(self, holder: object) -> None:
         with self.lock:
-            if self.depth == 0:
+            self.holders.add(id(holder))
+            if not self.saved:
                 self.saved = [(one, _count(one)) for one in _libraries(per_thread=False)]
+            if len(self.holders) == 1:
                 for library, count in self.saved:
                     if count != 1:
                         _set_count(library, 1)
-            self.depth += 1
 
-    def leave(self) -> None:
+    def release(self, holder: object) -> None:
         with self.lock:
-            self.depth -= 1
-            if self.depth == 0:
+            self.holders.discard(id(holder))
+            if not self.holders:
                 self.restore()
 
     def restore(self) -> None:
-        saved, self.saved = self.saved, []
-        for library, count in saved:
+        for library, count in self.saved:
             if count != 1:
                 _set_count(library, count)
+        self.saved = []
 
 
 _guard = _BlasGuard()
@@ -98,9 +104,8 @@ def available_cores() -> int:
 def _after_fork() -> None:
     # The child has none of the callers that hold the guard.
     _guard.lock = threading.Lock()
-    if _guard.depth:
-        _guard.depth = 0
-        _guard.restore()
+    _guard.holders.clear()
+    _guard.restore()
 
 
 if hasattr(os, "register_at_fork"):
@@ -110,12 +115,30 @@ if hasattr(os, "register_at_fork"):
 @contextmanager
 def one_blas_thread() -> Iterator[None]:
     """Hold BLAS to one thread within the block, in the whole process."""
-    _guard.enter()
+    holder = object()
     try:
+        _guard.hold(holder)
         with _one_thread_here():
             yield
     finally:
-        _guard.leave()
+        try:
+            _release(holder)
+        except BaseException:  # Ctrl-C, before it could begin
+            _release(holder)
+            raise
+
+
+def _release(holder: object) -> None:
+    """Release the guard, whatever comes in between, and raise that afterwards."""
+    interrupted: BaseException | None = None
+    for _ in range(100):
+        try:
+            _guard.release(holder)
+            break
+        except BaseException as error:
+            interrupted = error
+    if interrupted is not None:
+        raise interrupted
 
 
 @contextmanager
