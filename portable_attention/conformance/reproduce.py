@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -194,6 +195,11 @@ def _called(name: str, own: Call, lse: bool) -> list[str]:
 
 def _import_of(name: str) -> list[str]:
     where, _, function = name.rpartition(":")
+    if where.endswith(".py") and function.isidentifier():
+        path, stem = Path(where), Path(where).stem
+        if stem.isidentifier():
+            folder = [] if path.parent == Path() else [f"sys.path.insert(0, {str(path.parent)!r})"]
+            return [*(["import sys", *folder] if folder else []), f"from {stem} import {function}"]
     if not re.fullmatch(r"[A-Za-z_][\w.]*", where) or not function.isidentifier():
         return [f"# function: {name}"]
     return [f"from {where} import {function}"]

@@ -14,6 +14,7 @@ from portable_attention.conformance import Conventions, cases, conform, discover
 from portable_attention.conformance.calls import Call
 from portable_attention.conformance.judge import answers, judge_results
 from portable_attention.conformance.report import STATUSES
+from portable_attention.conformance.reproduce import _import_of
 
 from .dense import Dense
 from .variations import CONVENTIONS
@@ -231,3 +232,16 @@ def test_code_of_bfloat16_and_of_special_numbers_runs():
     report = conform(nothing, cases=[*chosen, "dropout/which-pairs"], isolate=False)
     for finding in report.findings:
         exec(finding.code, {"print": lambda *what: None, "nothing": lambda *a, **o: (0, 0)})
+
+
+@pytest.mark.parametrize(
+    ("name", "lines"),
+    [
+        ("package.module:function", ["from package.module import function"]),
+        ("kernel.py:function", ["from kernel import function"]),
+        ("a/b/kernel.py:f", ["import sys", "sys.path.insert(0, 'a/b')", "from kernel import f"]),
+        ("my-kernel.py:function", ["# function: my-kernel.py:function"]),
+    ],
+)
+def test_code_to_paste_imports_what_was_held(name, lines):
+    assert _import_of(name) == lines
