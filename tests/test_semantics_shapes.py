@@ -183,3 +183,16 @@ def test_no_width_makes_the_mean_whatever_the_scale(backend: Backend):
         mean = inputs["value"].mean(-2, keepdims=True)
         np.testing.assert_allclose(output, np.broadcast_to(mean, output.shape), rtol=1e-5)
         np.testing.assert_allclose(lse, np.full(lse.shape, np.log(7)), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "names", [["query"], ["key"], ["value"], ["query", "key"], ["value", "key"]]
+)
+@pytest.mark.parametrize("queries", [1, 4, 40])
+def test_any_of_the_inputs_may_have_all_the_batch_axes(backend: Backend, names, queries):
+    """Also in calls so small that NumPy takes the short way."""
+    inputs = make_inputs(batch=(3,), heads=2, queries=queries, keys=5, width=4)
+    for name in set(inputs) - set(names):
+        inputs[name] = inputs[name][:1]
+    output, lse = attend(backend, **inputs)
+    assert_accurate(output, lse, reference_of(**inputs))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -135,6 +136,16 @@ def _unplain(*arrays: Array) -> str | None:
 
 
 _measuring = threading.Lock()
+
+
+def _after_fork() -> None:
+    # Another thread of the parent may have been measuring, and is not there to let go.
+    global _measuring
+    _measuring = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 def _portable_to_native() -> float:

@@ -60,10 +60,12 @@ def attend_small(call: Call, dtype: Any) -> tuple[Array, Array] | None:
     sums = np.matmul(weights, value)
     sums += 0.0  # -0.0 becomes 0.0, as in a sum that begins with 0
     checked = np.matmul(sums, ones(problem.value_width, dtype))
-    checked += total
-    if not np.isfinite(checked).all() or sums.shape != problem.output_shape:
+    checked = checked + total
+    if not np.isfinite(checked).all() or checked.shape[:-1] != problem.output_shape[:-1]:
         return None
     lse = np.log(total)
     lse += maximum
     np.divide(sums, total, out=sums)
+    if lse.shape != checked.shape:  # the values alone have all batch axes
+        lse = np.array(np.broadcast_to(lse, checked.shape))
     return sums, lse[..., 0]
