@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
 import pytest
 
 from portable_attention import attention, explain
+from portable_attention.backends import torch_native
 from portable_attention.backends.torch_native import FlashOnCpu
 
 from .accuracy import assert_accurate, reference_of
@@ -173,3 +176,15 @@ def test_gradients_go_through_the_kernel_too(taken):
     assert len(taken) == 1
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_fork_while_another_thread_measures():
+    """The child has no such thread, which would never let go."""
+    with torch_native._measuring:
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if torch_native._measuring.acquire(timeout=5) else 1)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
