@@ -12,7 +12,7 @@ import pytest
 from portable_attention import attention, explain
 from portable_attention.backends.torch_native import FlashOnCpu
 
-from .accuracy import assert_accurate, reference_of
+from .accuracy import assert_accurate, assert_near, gradients_of_oracle, reference_of
 from .problems import make_inputs
 
 torch = pytest.importorskip("torch", reason="needs torch")
@@ -177,6 +177,93 @@ def test_gradients_go_through_the_kernel_too(taken):
     assert len(taken) == 1
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other)
+
+
+@pytest.fixture
+def taken_backward(monkeypatch):
+    """Return the list of what the kernel has returned as gradients."""
+    results = []
+    run = FlashOnCpu.run_backward
+
+    def noting(self, call, given):
+        results.append(run(self, call, given))
+        return results[-1]
+
+    monkeypatch.setattr(FlashOnCpu, "run_backward", noting)
+    return results
+
+
+def gradients(own, engine="auto", *, square_lse=False, **options):
+    """Return the gradients of a sum of squares, in float64 where the tensors are."""
+    leaves = [array.clone().requires_grad_() for array in own.values()]
+    output, lse = attention(*leaves, **options, engine=engine, return_lse=True)
+    loss = output.square().sum() + (lse.square().sum() if square_lse else 0.0)
+    return torch.autograd.grad(loss, leaves)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"scale": -2.0}])
+@pytest.mark.parametrize(
+    "sizes", [{"queries": 5}, {"queries": 300, "batch": (2, 3)}, {"batch": (), "queries": 70}]
+)
+def test_its_gradients_are_right_where_they_are_taken(taken_backward, dtype, options, sizes):
+    sizes = {"heads": 3, "keys": sizes["queries"], "value_width": 4, "width": 4, **sizes}
+    inputs, own = tensors(dtype=dtype, **sizes)
+    leaves = {name: array.requires_grad_() for name, array in own.items()}
+    output = attention(**leaves, **options)
+    cotangent = np.random.default_rng(1).standard_normal(output.shape).astype(dtype)
+    output.backward(torch.from_numpy(cotangent))
+    assert taken_backward[0] is not None
+    for name, reference in gradients_of_oracle({**inputs, **options}, cotangent=cotangent).items():
+        assert_near(leaves[name].grad.numpy(), *reference, name)
+
+
+@pytest.mark.parametrize("poison", [np.nan, np.inf])
+@pytest.mark.parametrize("name", ["key", "value"])
+def test_gradients_beside_masked_garbage_are_left_to_the_portable_tiles(
+    taken_backward, name, poison
+):
+    _, own = tensors(heads=2, queries=6, keys=6, width=4, value_width=4)
+    own[name][..., -1, :] = poison
+    leaves = [array.requires_grad_() for array in own.values()]
+    found = []
+    for engine in ("auto", "portable"):
+        output = attention(*leaves, causal=True, engine=engine)
+        found.append(torch.autograd.grad(output[..., :-1, :].square().sum(), leaves))
+    assert taken_backward == [None]
+    assert torch.isfinite(found[0][0][..., :-1, :]).all()
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, equal_nan=True)
+
+
+def test_gradients_of_the_lse_are_left_to_the_portable_tiles(taken_backward):
+    _, own = tensors(heads=2, queries=6, keys=6, width=4, value_width=4)
+    found = gradients(own, square_lse=True)
+    assert taken_backward == [None]
+    for one, other in zip(found, gradients(own, "portable", square_lse=True), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_gradients_from_an_lse_without_digits_are_left_to_the_portable_tiles(taken_backward):
+    """An lse of 1e3 is rounded by up to 3e-5, and so are all the weights made from it."""
+    _, own = tensors(heads=2, queries=6, keys=6, width=4, value_width=4, dtype="float32")
+    found = gradients(own, scale=500.0)
+    assert taken_backward == [None]
+    for one, other in zip(found, gradients(own, "portable", scale=500.0), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-2)
+
+
+def test_a_single_head_keeps_its_bits(taken_backward):
+    """The kernel would give its products to several threads, as many as there are."""
+    _, own = tensors(batch=(), heads=1, queries=6, keys=6, width=4, value_width=4)
+    gradients(own)
+    assert taken_backward == []
+
+
+def test_portable_gradients_are_portable(taken_backward):
+    _, own = tensors(heads=2, queries=6, keys=6, width=4, value_width=4)
+    gradients(own, "portable")
+    assert taken_backward == []
 
 
 FORKED = """

@@ -15,13 +15,18 @@ import torch
 from portable_attention.backends.base import Array
 
 if TYPE_CHECKING:
-    from portable_attention.core.problem import Call
+    from portable_attention.core.backward import Cotangents
+    from portable_attention.core.problem import Call, Problem
 
 # Below so many scores the kernel is always as fast: starting tiles costs more than they do.
 _FEW_SCORES = 1 << 22
 # Beyond these a call takes a second and more on two cores, and Ctrl-C waits for its end.
 _MANY_SCORES = 1 << 29
 _FINITE_SCORE = 1e37
+# The portable tiles must win by more than one short measurement errs.
+_CLEARLY_FASTER = 0.9
+# Beyond this an lse has lost digits that the weights made from it would lack.
+_FAR_LSE = 64.0
 
 
 class FlashOnCpu:
@@ -72,8 +77,8 @@ class FlashOnCpu:
             return "so long a call of it could not be interrupted"
         if scores < _FEW_SCORES:
             return None
-        ratio = _portable_to_native()
-        if ratio >= 1.0:
+        ratio = _portable_to_native("forward")
+        if ratio >= _CLEARLY_FASTER:
             return None
         return f"the portable tiles took {ratio:.2f} of its time when both were measured"
 
@@ -81,18 +86,57 @@ class FlashOnCpu:
         problem = call.problem
         if not _is_ordinary(call):
             return None
-        query, key, value = (
-            _in_rows(torch.reshape(array, (-1, problem.kv_heads, *array.shape[-2:])))
-            for array in (call.query, call.key, call.value)
-        )
+        query, key, value = (_one_batch(problem, array) for array in _operands(call))
         output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, 0.0, call.limits.high is not None, scale=problem.scale
         )
-        # A finite sum has finite terms; a sum of finite terms may still overflow.
-        if not bool(torch.isfinite(torch.sum(output)) or torch.isfinite(output).all()):
+        if not _all_finite(output):
             return None
         shape = problem.output_shape
         return torch.reshape(output, shape), torch.reshape(lse, shape[:-1])
+
+    def is_worse_backward(self, call: Call) -> str | None:
+        """Return why the portable tiles are the better choice for the gradients, or None."""
+        problem = call.problem
+        heads = math.prod((*problem.batch, problem.kv_heads))
+        if heads == 1:
+            return "the bits of a single head would depend on the number of threads"
+        scores = problem.query_length * problem.key_length * heads
+        if scores > _MANY_SCORES // 2:
+            return "so long a call of it could not be interrupted"
+        if scores >= _FEW_SCORES and _portable_to_native("backward") < _CLEARLY_FASTER:
+            return "the portable tiles were faster when both were measured"
+        return None
+
+    def run_backward(self, call: Call, given: Cotangents) -> dict[str, Array] | None:
+        """Return the gradients of query, key and value, or None where it is not to be trusted."""
+        problem, operands = call.problem, _operands(call)
+        arrays = (*operands, given.output, given.d_output)
+        if given.d_lse is not None or not _is_ordinary(call) or not _all_finite(*arrays[3:]):
+            return None
+        if not float(torch.max(torch.abs(given.lse))) <= _FAR_LSE:
+            return None
+        query, key, value, output, d_output = (_one_batch(problem, array) for array in arrays)
+        lse = torch.reshape(given.lse, (-1, problem.kv_heads, problem.query_length)).contiguous()
+        gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *(d_output, query, key, value, output, lse, 0.0, call.limits.high is not None),
+            scale=problem.scale,
+        )
+        if not _all_finite(*gradients):
+            return None
+        names = ("query", "key", "value")
+        return {
+            name: torch.reshape(gradient, array.shape)
+            for name, gradient, array in zip(names, gradients, operands, strict=True)
+        }
+
+
+def _operands(call: Call) -> tuple[Array, Array, Array]:
+    return call.query, call.key, call.value
+
+
+def _one_batch(problem: Problem, array: Array) -> Array:
+    return _in_rows(torch.reshape(array, (-1, problem.kv_heads, *array.shape[-2:])))
 
 
 def _is_ordinary(call: Call) -> bool:
@@ -100,14 +144,18 @@ def _is_ordinary(call: Call) -> bool:
 
     Of a row of few queries that holds NaN the kernel makes zeros, which look like any others.
     """
-    largest = []
-    for array in (call.query, call.key, call.value):
-        least, greatest = torch.aminmax(array)
-        largest.append(max(abs(float(least)), abs(float(greatest))))
-        if not math.isfinite(float(least)) or not math.isfinite(float(greatest)):
-            return False
-    score = largest[0] * largest[1] * call.problem.width * abs(call.problem.scale)
-    return score < _FINITE_SCORE
+    # No score is beyond the product of the norms of all queries and all keys.
+    norms = (float(torch.linalg.vector_norm(array)) for array in (call.query, call.key))
+    largest = math.prod(norms) * abs(call.problem.scale)
+    return largest < _FINITE_SCORE and _all_finite(call.value)
+
+
+def _all_finite(*arrays: Array) -> bool:
+    # A finite sum has finite terms; a sum of finite terms may still overflow.
+    return all(
+        math.isfinite(float(torch.sum(array))) or bool(torch.isfinite(array).all())
+        for array in arrays
+    )
 
 
 def _in_rows(array: Array) -> Array:
@@ -148,24 +196,33 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 
 
-def _portable_to_native() -> float:
+def _portable_to_native(direction: str) -> float:
     with _measuring:
-        return _measured()
+        return _measured(direction)
 
 
 @cache
-def _measured() -> float:
+def _measured(direction: str) -> float:
     """Return the time of the portable tiles over that of the kernel, on two heads of 1024."""
-    from portable_attention.core import host
+    from portable_attention.core import host, host_backward
+    from portable_attention.core.backward import Cotangents
     from portable_attention.core.spec import validate
 
     query = torch.linspace(-1.0, 1.0, 2 * 1024 * 64).reshape(1, 2, 1024, 64)
-    call = validate(query, query, query)
+    kernel, call = FlashOnCpu(), validate(query, query, query)
     hosted = call.backend.host_call(call)
     ways: dict[str, Callable[[], Any]] = {
         "portable": lambda: host.run(hosted, hosted.backend.dtype("float32")),
-        "native": lambda: FlashOnCpu().run(call),
+        "native": lambda: kernel.run(call),
     }
+    if direction == "backward":
+        output, lse = host.run(hosted, hosted.backend.dtype("float32"))
+        on_host = Cotangents(output, lse, output, None)
+        given = on_host.map(torch.from_numpy)
+        ways = {
+            "portable": lambda: host_backward.run(hosted, on_host),
+            "native": lambda: kernel.run_backward(call, given),
+        }
     best = dict.fromkeys(ways, float("inf"))
     for _ in range(4):
         for name, way in ways.items():

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 from portable_attention.backends import Array
 
 if TYPE_CHECKING:
+    from portable_attention.core.backward import Cotangents
     from portable_attention.core.problem import Call
 
 
@@ -64,6 +65,21 @@ def run_native(call: Call, engine: str) -> tuple[Array, Array] | None:
             "does not keep to the rules: use engine='auto' or engine='portable'"
         )
     return found
+
+
+def run_native_backward(call: Call, given: Cotangents) -> dict[str, Array] | None:
+    """Return the gradients from a native kernel, or None where that is not to be.
+
+    That is an optimisation alone: `engine="native"` asks for the forward kernel.
+    """
+    if call.engine == "portable":
+        return None
+    for kernel in call.backend.kernels:
+        run = getattr(kernel, "run_backward", None)
+        if run and kernel.refuses(call) is None and kernel.is_worse_backward(call) is None:
+            found: dict[str, Array] | None = run(call, given)
+            return found
+    return None
 
 
 def _why_not(call: Call, passed_over: dict[str, str]) -> str:

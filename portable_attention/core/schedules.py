@@ -10,7 +10,7 @@ import numpy as np
 from portable_attention.backends import Array, Backend
 from portable_attention.core import eager, eager_backward, host, host_backward
 from portable_attention.core.backward import Cotangents
-from portable_attention.core.engines import run_native
+from portable_attention.core.engines import run_native, run_native_backward
 from portable_attention.core.problem import Call
 from portable_attention.core.threads import one_blas_thread
 
@@ -61,12 +61,15 @@ def run_backward(call: Call, given: Cotangents) -> dict[str, Array]:
             from portable_attention.core import scan  # it imports JAX
 
             return scan.run_backward(call, given)
+        found = run_native_backward(call, given)
+        if found is not None:
+            return found
         hosted = backend.host_call(call)
         if hosted is None:
             with _guard(backend):
                 return eager_backward.run(call, given)
-        found = host_backward.run(hosted, given.map(backend.to_host))
-        return {name: backend.from_host(array) for name, array in found.items()}
+        on_host = host_backward.run(hosted, given.map(backend.to_host))
+        return {name: backend.from_host(array) for name, array in on_host.items()}
 
 
 def _guard(backend: Backend) -> AbstractContextManager[None]:
