@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 from portable_attention.backends import Array
+from portable_attention.backends.base import Declined
 
 if TYPE_CHECKING:
     from portable_attention.core.problem import Call
@@ -23,17 +24,24 @@ class Kernel(Protocol):
         """Return why the kernel cannot give what this call means, or None."""
 
     def is_worse(self, call: Call) -> str | None:
-        """Return why the portable tiles are the better choice, or None."""
+        """Return why the portable tiles are the better choice, or None.
+
+        They are faster, or more exact than a kernel for half precision can be: `engine="native"`
+        gets the kernel nevertheless.
+        """
 
     def run(self, call: Call) -> tuple[Array, Array] | None:
-        """Return output (*batch, Hkv, G, Lq, Dv) and lse, or None if something is not finite."""
+        """Return output (*batch, Hkv, G, Lq, Dv) and lse, or None if something is not finite.
+
+        Raise `Declined` where the library says only now that it cannot.
+        """
 
 
 def choose(call: Call, engine: str) -> tuple[Kernel | None, dict[str, str]]:
     """Return the kernel that is to run a call, None for the portable tiles, and why not others."""
     passed_over = dict(call.backend.unconnected)
     chosen = None
-    for kernel in call.backend.kernels:
+    for kernel in call.backend.kernels_on(call.device):
         reason = kernel.refuses(call)
         if reason is None and engine == "portable":
             reason = "engine='portable' asks for the portable tiles"
@@ -43,6 +51,7 @@ def choose(call: Call, engine: str) -> tuple[Kernel | None, dict[str, str]]:
             reason = f"{chosen.name} comes first"
         if reason is None:
             chosen = kernel
+            passed_over.pop(kernel.name, None)
         else:
             passed_over[kernel.name] = reason
     if chosen is None and engine == "native":
@@ -57,7 +66,12 @@ def run_native(call: Call, engine: str) -> tuple[Array, Array] | None:
     kernel, _ = choose(call, engine)
     if kernel is None:
         return None
-    found = kernel.run(call)
+    try:
+        found = kernel.run(call)
+    except Declined as reason:
+        if engine == "native":
+            raise ValueError(_why_not(call, {kernel.name: str(reason)})) from reason
+        return None
     if found is None and engine == "native":
         raise ValueError(
             f"engine='native': inputs, scores or output of {kernel.name} are not finite, where it "
