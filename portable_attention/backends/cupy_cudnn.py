@@ -70,51 +70,57 @@ class CudnnOfCupy:
         return xp.reshape(output, shape), xp.reshape(lse, shape[:-1])
 
 
+Layout = tuple[tuple[int, ...], tuple[int, ...]]  # shape and strides, in numbers
+
+
+def describe(
+    handle: Any, layouts: tuple[Layout, ...], dtype: str, scale: float, causal: bool
+) -> tuple[Any, tuple[Any, ...]]:
+    """Return a graph that is valid but not built, with its tensors.
+
+    The layouts are those of query, key, value, output and lse, and so are the tensors.
+    """
+    cudnn = frontend()
+    half = cudnn.data_type.HALF if dtype == "float16" else cudnn.data_type.BFLOAT16
+    wide = cudnn.data_type.FLOAT
+    graph = cudnn.pygraph(
+        io_data_type=half, intermediate_data_type=wide, compute_data_type=wide, handle=handle
+    )
+    inputs = [
+        graph.tensor(name=name, dim=list(shape), stride=list(strides), data_type=half)
+        for name, (shape, strides) in zip(("query", "key", "value"), layouts[:3], strict=True)
+    ]
+    options: dict[str, Any] = {}
+    if causal:
+        options["diagonal_alignment"] = cudnn.diagonal_alignment.TOP_LEFT
+        options["diagonal_band_right_bound"] = 0
+    output, lse = graph.sdpa(
+        q=inputs[0],
+        k=inputs[1],
+        v=inputs[2],
+        attn_scale=scale,
+        generate_stats=True,
+        name="attention",
+        **options,
+    )
+    for tensor, kind, (shape, strides) in ((output, half, layouts[3]), (lse, wide, layouts[4])):
+        tensor.set_output(True).set_data_type(kind)
+        tensor.set_dim(list(shape)).set_stride(list(strides))
+    graph.validate()
+    return graph, (*inputs, output, lse)
+
+
 class _Plan:
-    """A graph of cuDNN, built for shapes, strides and options, and what it needs to run."""
+    """A graph that is built for a device, and what it needs to run."""
 
     def __init__(
-        self,
-        device: Any,
-        layouts: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...],
-        dtype: str,
-        scale: float,
-        causal: bool,
+        self, device: Any, layouts: tuple[Layout, ...], dtype: str, scale: float, causal: bool
     ) -> None:
-        cudnn = frontend()
+        modes = frontend().heur_mode
         self.handle = _handle(device)
-        half = cudnn.data_type.HALF if dtype == "float16" else cudnn.data_type.BFLOAT16
-        wide = cudnn.data_type.FLOAT
-        self.graph = cudnn.pygraph(
-            io_data_type=half,
-            intermediate_data_type=wide,
-            compute_data_type=wide,
-            handle=self.handle,
-        )
-        inputs = [
-            self.graph.tensor(name=name, dim=list(shape), stride=list(strides), data_type=half)
-            for name, (shape, strides) in zip(("query", "key", "value"), layouts[:3], strict=True)
-        ]
-        options: dict[str, Any] = {}
-        if causal:
-            options["diagonal_alignment"] = cudnn.diagonal_alignment.TOP_LEFT
-            options["diagonal_band_right_bound"] = 0
-        output, lse = self.graph.sdpa(
-            q=inputs[0],
-            k=inputs[1],
-            v=inputs[2],
-            attn_scale=scale,
-            generate_stats=True,
-            name="attention",
-            **options,
-        )
-        for tensor, kind, (shape, strides) in ((output, half, layouts[3]), (lse, wide, layouts[4])):
-            tensor.set_output(True).set_data_type(kind)
-            tensor.set_dim(list(shape)).set_stride(list(strides))
-        self.tensors = (*inputs, output, lse)
-        self.graph.validate()
+        self.graph, self.tensors = describe(self.handle, layouts, dtype, scale, causal)
         self.graph.build_operation_graph()
-        self.graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
+        self.graph.create_execution_plans([modes.A, modes.FALLBACK])
         self.graph.check_support()
         self.graph.build_plans()
         self.workspace = int(self.graph.get_workspace_size())
