@@ -70,6 +70,7 @@ class Graph:
 
     def execute(self, given, workspace, handle):
         assert handle == "handle"
+        assert Device.current is not None
         assert workspace.nbytes == 1000
         arrays = [given[tensor] for tensor in (*self.operands, *self.results)]
         for tensor, array in zip((*self.operands, *self.results), arrays, strict=True):
@@ -99,7 +100,7 @@ def frontend(monkeypatch):
         data_type=SimpleNamespace(HALF="HALF", BFLOAT16="BFLOAT16", FLOAT="FLOAT"),
         diagonal_alignment=SimpleNamespace(TOP_LEFT="TOP_LEFT"),
         heur_mode=SimpleNamespace(A="A", FALLBACK="FALLBACK"),
-        create_handle=lambda: "handle",
+        create_handle=lambda: Device.current and "handle",
     )
     made.backend_version = lambda: made.version
     made.set_stream = lambda handle, stream: made.streams.append((handle, stream))
@@ -127,10 +128,26 @@ class Address(np.ndarray):
         return self.ctypes.data % number
 
 
+class Device:
+    """As CuPy's: a context that is a number, and has no hash."""
+
+    current = None
+    __hash__ = None
+
+    def __int__(self):
+        return 3
+
+    def __enter__(self):
+        Device.current = self
+
+    def __exit__(self, *_):
+        Device.current = None
+
+
 def call_of(inputs, engine="native", **options):
     """Return the call, as if the arrays were CuPy's."""
     call = validate(**inputs, engine=engine, **options)
-    return replace(call, backend=CupyBackend(array_api_compat.numpy), device="gpu 0")
+    return replace(call, backend=CupyBackend(array_api_compat.numpy), device=Device())
 
 
 def run(inputs, engine="native", **options):

@@ -51,12 +51,16 @@ class CudnnOfCupy:
         return fused.rounds(call.problem)
 
     def run(self, call: Call) -> tuple[Array, Array] | None:
+        with call.device:
+            return self._run(call)
+
+    def _run(self, call: Call) -> tuple[Array, Array] | None:
         problem, xp = call.problem, call.backend.xp
         query, key, value = arrays = _operands(call)
         output = xp.empty((*query.shape[:-1], problem.value_width), dtype=query.dtype)
         lse = xp.empty((*query.shape[:-1], 1), dtype=xp.float32)
         plan = _plan(
-            call.device,
+            int(call.device),  # CuPy's devices have no hash
             tuple((tuple(array.shape), _strides(array)) for array in (*arrays, output, lse)),
             problem.dtype,
             problem.scale,
@@ -114,7 +118,7 @@ class _Plan:
     """A graph that is built for a device, and what it needs to run."""
 
     def __init__(
-        self, device: Any, layouts: tuple[Layout, ...], dtype: str, scale: float, causal: bool
+        self, device: int, layouts: tuple[Layout, ...], dtype: str, scale: float, causal: bool
     ) -> None:
         modes = frontend().heur_mode
         self.handle = _handle(device)
@@ -148,8 +152,8 @@ def _plan(*given: Any) -> _Plan:
 
 
 @cache
-def _handle(device: Any) -> Any:
-    return frontend().create_handle()  # of the current device, which is that of the arrays
+def _handle(device: int) -> Any:
+    return frontend().create_handle()  # of the current device, which `run` has made that one
 
 
 @cache

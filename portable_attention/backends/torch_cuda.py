@@ -216,11 +216,9 @@ def _errs(device: Any) -> str | None:
     """
     from portable_attention.core.spec import validate
 
-    generator = torch.Generator().manual_seed(0)
-    shape = (1, 2, 200, 64)
-    exact = [
-        torch.randn(shape, generator=generator, dtype=torch.float32).double() for _ in range(3)
-    ]
+    shape, generator = (1, 2, 200, 64), torch.Generator().manual_seed(0)
+    options: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
+    exact = [torch.randn(shape, generator=generator, **options).double() for _ in range(3)]
     worst = 0.0
     for causal, scale in ((False, 0.125), (True, 1.0)):  # scores of a few units, and of dozens
         call = validate(
@@ -249,7 +247,7 @@ def _dense(inputs: list[Array], causal: bool, scale: float) -> tuple[Array, Arra
     query, key, value = inputs
     scores = query @ key.mT * scale
     if causal:
-        later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+        later = torch.ones_like(scores, dtype=torch.bool).triu(1)
         scores = scores.masked_fill(later, float("-inf"))
     return torch.softmax(scores, -1) @ value, torch.logsumexp(scores, -1)
 
@@ -260,7 +258,8 @@ def _portable_to_native(device: Any) -> float:
     from portable_attention.core import eager
     from portable_attention.core.spec import validate
 
-    query = torch.linspace(-1.0, 1.0, 8 * 2048 * 64, device=device).reshape(1, 8, 2048, 64)
+    query = torch.linspace(-1.0, 1.0, 8 * 2048 * 64, dtype=torch.float32, device=device)
+    query = query.reshape(1, 8, 2048, 64)
     call = validate(query, query, query)
     ways: dict[str, Callable[[], Any]] = {
         "portable": lambda: eager.run(call, torch.float32),
