@@ -179,3 +179,53 @@ def test_the_function_of_jax_is_where_it_is_looked_for():
     # It is found, called with options it has, and asks for cuDNN before all else.
     assert reason is None or "cuDNN is not detected" in reason
     assert jax_cudnn.cudnn_version() >= 0
+
+
+@pytest.fixture
+def lowered(monkeypatch):
+    """Return what a function is lowered to for CUDA; that needs no GPU, only to pass for one."""
+    from jax import export
+    from jax._src.cudnn import fused_attention_stablehlo as theirs
+
+    from portable_attention.backends import jax_cudnn
+
+    monkeypatch.setattr(theirs, "check_cudnn_version", lambda: 92000)
+    monkeypatch.setattr(theirs, "check_compute_capability", lambda _wanted: True)
+    monkeypatch.setattr(theirs, "is_cuda_compute_capability_equal", lambda _wanted: False)
+    monkeypatch.setattr(jax_cudnn, "is_on_cuda", lambda _device: True)
+    forget(jax_cudnn)
+    unchecked = [export.DisabledSafetyCheck.custom_call("__cudnn$fmhaSoftmax")]
+
+    def lower(function, *arrays):
+        exported = export.export(jax.jit(function), platforms=["cuda"], disabled_checks=unchecked)(
+            *arrays
+        )
+        return exported, exported.mlir_module()
+
+    yield lower
+    forget(jax_cudnn)
+
+
+def test_what_is_compiled_for_cuda(lowered):
+    query = jax.ShapeDtypeStruct((2, 4, 200, 64), "bfloat16")
+    key = jax.ShapeDtypeStruct((2, 2, 200, 64), "bfloat16")
+    call = partial(attention, causal=True, scale=0.5, return_lse=True, engine="native")
+    exported, text = lowered(call, query, key, key)
+    output, lse = exported.out_avals
+    assert (output.shape, output.dtype.name) == ((2, 4, 200, 64), "bfloat16")
+    assert (lse.shape, lse.dtype.name) == ((2, 4, 200), "float32")
+    assert text.count("@__cudnn$fmhaSoftmax(") == 1
+    for said in (r"mask_type\22: \22CAUSAL", r"fmha_scale\22: 0.5", "tensor<2x2x200x64xbf16>"):
+        assert said in text
+    assert "stablehlo.case" in text  # the portable tiles, for what is not finite
+
+
+def test_a_derivative_compiled_for_cuda_is_that_of_the_portable_tiles(lowered):
+    def total(*arrays):
+        return attention(*arrays, engine="native").astype("float32").sum()
+
+    query = jax.ShapeDtypeStruct((1, 2, 32, 64), "float16")
+    _, text = lowered(jax.grad(total), query, query, query)
+    assert "__cudnn" not in text
+    _, text = lowered(jax.vmap(partial(attention, engine="native")), query, query, query)
+    assert text.count("@__cudnn$fmhaSoftmax(") == 1

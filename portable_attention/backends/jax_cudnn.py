@@ -3,7 +3,7 @@
 One compiled function runs the kernel, looks at inputs and output, and takes the portable tiles
 where something is not finite: so the rules for NaN hold under a trace, too, where nobody can read
 values. A call that is differentiated takes the portable tiles, whose derivatives keep to the rules,
-to any order and in both modes.
+to any order and in both modes. Under `vmap` both run, and the result is selected.
 """
 
 from __future__ import annotations
