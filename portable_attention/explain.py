@@ -191,8 +191,8 @@ def explain(
 def _why_not_portable(call: Call, kernel: engines.Kernel) -> str:
     if call.engine != "native":
         return "slower here"
-    worse = kernel.is_worse(call)
-    return "engine='native' asks for a kernel" + (f", although {worse}" if worse else "")
+    broken = kernel.breaks(call)
+    return "engine='native' asks for a kernel" + (f", although {broken}" if broken else "")
 
 
 def _tiling(call: Call) -> tuple[str, tuple[int, int], int, int]:

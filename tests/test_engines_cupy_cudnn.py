@@ -172,6 +172,18 @@ def test_halves_are_only_for_those_who_demand_a_kernel(frontend, options, sizes)
     assert frontend.streams == [("handle", 7)]
 
 
+def test_who_does_not_demand_it_does_not_import_it(frontend, monkeypatch):
+    """The package takes seconds to import."""
+
+    def unwanted():
+        raise AssertionError("imported")
+
+    monkeypatch.setattr(cupy_cudnn, "frontend", unwanted)
+    assert run(make_inputs(**HALF), "auto") is None
+    assert run(make_inputs(**SIZES), "auto") is None
+    assert run(make_inputs(**HALF), "portable") is None
+
+
 def test_graphs_are_kept_by_what_they_were_built_for(frontend):
     inputs = make_inputs(**HALF)
     apart = {name: np.concatenate([array, array], axis=1)[:, ::2] for name, array in inputs.items()}

@@ -141,7 +141,7 @@ def test_an_old_cudnn_is_left_out_for_ragged_lengths(on_cuda):
     _, own = tensors(dtype="float16")
     attention(**own, engine="native")
     assert on_cuda.ran == ["flash"]
-    assert "9.15.1" in explain(**own).passed_over["torch cuDNN attention (CUDA)"]
+    assert "9.15.1" in explain(**own, engine="native").passed_over["torch cuDNN attention (CUDA)"]
     _, own = tensors(dtype="float16", queries=128, keys=128)
     attention(**own, engine="native")
     assert on_cuda.ran == ["flash", "cudnn"]

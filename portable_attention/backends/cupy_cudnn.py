@@ -30,6 +30,9 @@ class CudnnOfCupy:
 
     name = "cuDNN attention (nvidia-cudnn-frontend)"
 
+    def breaks(self, call: Call) -> str | None:
+        return fused.rounds(call.problem)
+
     def refuses(self, call: Call) -> str | None:
         reason = fused.lacks(call) or fused.misfits(call, fused.HALVES)
         if reason is not None:
@@ -48,7 +51,7 @@ class CudnnOfCupy:
         return reason
 
     def is_worse(self, call: Call) -> str | None:
-        return fused.rounds(call.problem)
+        return None
 
     def run(self, call: Call) -> tuple[Array, Array] | None:
         with call.device:

@@ -63,7 +63,7 @@ def misfits(call: Call, dtypes: tuple[str, ...]) -> str | None:
 
 
 def rounds(problem: Problem) -> str | None:
-    """Return what all kernels for half precision do against the rules."""
+    """Return what all kernels for half precision do against the rules, or None."""
     if problem.dtype in HALVES:
         return f"it rounds the weights to {problem.dtype} before their product with the values"
     return None

@@ -31,6 +31,9 @@ class CudnnOfJax:
 
     name = "jax.nn.dot_product_attention (cuDNN)"
 
+    def breaks(self, call: Call) -> str | None:
+        return fused.rounds(call.problem) if is_on_cuda(call.device) else None
+
     def refuses(self, call: Call) -> str | None:
         if not is_on_cuda(call.device):
             return "it runs on CUDA devices alone"
@@ -46,7 +49,7 @@ class CudnnOfJax:
         )
 
     def is_worse(self, call: Call) -> str | None:
-        return fused.rounds(call.problem)
+        return None
 
     def run(self, call: Call) -> tuple[Array, Array] | None:
         # What is left of the call is hashable, and known before any value is.

@@ -32,6 +32,9 @@ class OnCuda:
     condition: ClassVar[str]  # the function of torch.backends.cuda that lets it run
     dtypes: ClassVar[tuple[str, ...]] = fused.HALVES
 
+    def breaks(self, call: Call) -> str | None:
+        return fused.rounds(call.problem)
+
     def refuses(self, call: Call) -> str | None:
         if not is_on_cuda(call):
             return "it runs on CUDA devices alone"
@@ -47,7 +50,7 @@ class OnCuda:
         return None
 
     def is_worse(self, call: Call) -> str | None:
-        return fused.rounds(call.problem)
+        return None
 
     def run(self, call: Call) -> tuple[Array, Array] | None:
         problem, arrays = call.problem, self._operands(call)
@@ -129,8 +132,7 @@ class EfficientOnCuda(OnCuda):
 
     def is_worse(self, call: Call) -> str | None:
         problem = call.problem
-        reason = fused.rounds(problem) or _errs(call.device)
-        if reason is not None:
+        if (reason := _errs(call.device)) is not None:
             return reason
         heads = fused.items(problem) * problem.kv_heads * problem.groups
         if heads * problem.query_length * problem.key_length < _FEW_SCORES:

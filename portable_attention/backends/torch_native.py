@@ -33,6 +33,9 @@ class FlashOnCpu:
 
     name = "torch flash attention (CPU)"
 
+    def breaks(self, call: Call) -> str | None:
+        return None
+
     def refuses(self, call: Call) -> str | None:
         problem = call.problem
         if call.device.type != "cpu":

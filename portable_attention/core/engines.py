@@ -20,15 +20,17 @@ class Kernel(Protocol):
 
     name: str
 
+    def breaks(self, call: Call) -> str | None:
+        """Return which rule of arithmetic it does not keep to, or None.
+
+        Only a caller who demands a kernel gets it then. It is asked before all else.
+        """
+
     def refuses(self, call: Call) -> str | None:
         """Return why the kernel cannot give what this call means, or None."""
 
     def is_worse(self, call: Call) -> str | None:
-        """Return why the portable tiles are the better choice, or None.
-
-        They are faster, or more exact than a kernel for half precision can be: `engine="native"`
-        gets the kernel nevertheless.
-        """
+        """Return why the portable tiles are the better choice, or None."""
 
     def run(self, call: Call) -> tuple[Array, Array] | None:
         """Return output (*batch, Hkv, G, Lq, Dv) and lse, or None if something is not finite.
@@ -42,7 +44,9 @@ def choose(call: Call, engine: str) -> tuple[Kernel | None, dict[str, str]]:
     passed_over = dict(call.backend.unconnected)
     chosen = None
     for kernel in call.backend.kernels_on(call.device):
-        reason = kernel.refuses(call)
+        reason = None if engine == "native" else kernel.breaks(call)
+        if reason is None:
+            reason = kernel.refuses(call)
         if reason is None and engine == "portable":
             reason = "engine='portable' asks for the portable tiles"
         if reason is None and engine == "auto":
