@@ -12,6 +12,7 @@ import numpy as np
 from portable_attention.backends import Array
 from portable_attention.backends.base import dtype_name
 from portable_attention.core import engines, plan
+from portable_attention.core.heads import in_columns
 from portable_attention.core.problem import Call, Limits, is_host
 from portable_attention.core.spec import validate
 from portable_attention.core.threads import usable_threads
@@ -219,9 +220,8 @@ def _tiling(call: Call) -> tuple[str, tuple[int, int], int, int]:
     of_tile = together * (3 * queries * keys + queries * widths)
     of_head = problem.key_length * (problem.width + problem.value_width)
     widened = problem.dtype != problem.compute_dtype and problem.span is None
-    columns = problem.query_length >= plan.ROWS_FOR_COLUMNS and problem.span is None
     copied = together * of_head if widened else 0
-    if columns and name == "host tiles":
+    if name == "host tiles" and in_columns(problem):
         copied += workers * problem.key_length * problem.width
     return name, tile, together, item * (workers * of_tile + copied)
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from portable_attention.backends.base import Array, Backend, Ops
+from portable_attention.backends.numpy_products import has_small_kernels, matmul
 
 _LOG2_E = 1.0 / math.log(2.0)
 # Sums of more numbers than this would lose digits in a product, which adds one after the other.
@@ -125,10 +126,17 @@ class HostOps(Ops):
     def product(self, weights: Array, value: Array, slot: str = "product") -> Array:
         return self._matmul(slot, weights, value)
 
+    def rows_for_columns(self, dtype: Any) -> int:
+        """Return how many queries pay for keys that are packed in columns.
+
+        Most products are 3 to 5 % faster with them, small ones need them.
+        """
+        return 128 if dtype == np.float32 and has_small_kernels() else 1536
+
     def _matmul(self, slot: str, left: Array, right: Array) -> Array:
         lead = np.broadcast_shapes(left.shape[:-2], right.shape[:-2])
         out = self.buffer(slot, (*lead, left.shape[-2], right.shape[-1]), left.dtype)
-        return np.matmul(left, right, out=out)
+        return matmul(left, right, out)
 
     def add(self, target: Array, other: Array) -> Array:
         return np.add(target, other, out=_reused(target, other))

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from portable_attention.backends import Array
 from portable_attention.core import plan, tile
 from portable_attention.core.eager import Part, Tile, scale_query
+from portable_attention.core.problem import Problem
 
 _NEG_INF = float("-inf")
 # Up to here the lse is rounded no more coarsely than scores of its size are.
@@ -23,6 +24,16 @@ _FAR_LSE = 64.0
 
 # Takes a name ("key", "value" or "bias"), the columns of a tile, and its gradient.
 Emit = Callable[[str, tuple[int, int], Array], None]
+
+
+class Tiles(Protocol):
+    """What makes the two arrays of the size of a tile."""
+
+    def weights(self, met: Tile) -> tuple[Array, Array | None]:
+        """Return the weights, from the lse, and the derivative of the softcap if there is one."""
+
+    def d_weights(self, met: Tile, *, careful: bool) -> Array:
+        """Return do v^T - rowsum(do o) + dlse; `careful` leaves out values that are not finite."""
 
 
 @dataclass(frozen=True)
@@ -66,33 +77,34 @@ def row_gradients(
     here = slice(*rows)
     d_output, inner, lse, shift = _row_terms(xp, given, here, careful=careful)
     query, late_scale = scale_query(backend, part.query_rows(rows), problem)
+    tiles = _Unfolded(part, query, late_scale, shift, d_output, inner)
     far = xp.isfinite(lse) & (xp.abs(lse) > _FAR_LSE)
     if xp.any(far):
         # What the weights below must be multiplied by, at the rows rather than at the tiles.
-        factor = 1.0 / _total(part, rows, block_k, query, late_scale, shift)
+        factor = 1.0 / _total(part, rows, block_k, tiles)
         factor = xp.where(far, factor, xp.ones_like(factor))
         d_output, inner = d_output * factor, inner * factor
+        tiles = _Unfolded(part, query, late_scale, shift, d_output, inner)
     plain_query = finite_or_zero(xp, query) if careful else query
+    folded: Tiles | None = None
+    if late_scale == 1.0:
+        folded = part.fold(query, shift, d_output, inner)
+    made_by: Tiles = folded or tiles
     d_query = xp.zeros(
         (*part.lead, rows[1] - rows[0], problem.width), dtype=dtype, device=call.device
     )
-    share = 1.0 / (1.0 - problem.dropout_rate) if problem.dropout_rate < 1.0 else 0.0
 
     for met in part.tiles(rows, block_k):
-        _, columns, key, value, bias, allowed, kept = met
-        weights, slope = _weights(part, query, late_scale, met, shift)
+        _, columns, key, _, bias, allowed, kept = met
+        weights, slope = made_by.weights(met)
         if careful:
-            key, value = finite_or_zero(xp, key), finite_or_zero(xp, value)
+            key = finite_or_zero(xp, key)
             if allowed is not None:  # in a row whose lse is NaN
                 weights = ops.select(weights, allowed, 0.0)
-
-        d_weights = ops.scores(d_output, value, "d_weights")
-        used = weights
-        if kept is not None:
-            used = xp.where(kept, weights * share, 0.0)
-            d_weights = ops.select(ops.multiply(d_weights, share), kept, 0.0)
+        d_weights = made_by.d_weights(met, careful=careful)
+        used = weights if kept is None else xp.where(kept, weights * _share(problem), 0.0)
         emit("value", columns, ops.transposed_product(used, d_output))
-        d_scores = ops.multiply(ops.subtract(d_weights, inner), weights)
+        d_scores = ops.multiply(d_weights, weights)
         if careful and allowed is not None:
             d_scores = ops.select(d_scores, allowed, 0.0)
         if bias is not None:
@@ -111,6 +123,51 @@ def row_gradients(
         d_sinks = xp.where(share_of_sink == 0.0, 0.0, -(share_of_sink * inner))
     early_scale = problem.scale if late_scale == 1.0 else 1.0
     return ops.multiply(d_query, early_scale), d_sinks
+
+
+@dataclass(frozen=True)
+class _Unfolded:
+    """Tiles made pass by pass, whatever the options."""
+
+    part: Part
+    query: Array
+    late_scale: float
+    shift: Array
+    d_output: Array
+    inner: Array
+
+    def weights(self, met: Tile) -> tuple[Array, Array | None]:
+        """Return the weights, from the lse, and the derivative of the softcap if there is one."""
+        backend, ops = self.part.call.backend, self.part.call.backend.ops
+        scores, slope = tile.capped_scores(
+            backend,
+            self.query,
+            met.key,
+            scale=self.late_scale,
+            softcap=self.part.call.problem.softcap,
+            allowed=met.allowed,
+            slope=True,
+        )
+        if met.bias is not None:
+            scores = ops.add(scores, met.bias)
+        if met.allowed is not None:
+            scores = ops.select(scores, met.allowed, _NEG_INF)
+        return ops.exp(ops.subtract(scores, self.shift)), slope
+
+    def d_weights(self, met: Tile, *, careful: bool) -> Array:
+        """Return do v^T - rowsum(do o) + dlse, after dropout."""
+        backend, ops = self.part.call.backend, self.part.call.backend.ops
+        value = finite_or_zero(backend.xp, met.value) if careful else met.value
+        found = ops.scores(self.d_output, value, "d_weights")
+        if met.kept is not None:
+            found = ops.multiply(found, _share(self.part.call.problem))
+            found = ops.select(found, met.kept, 0.0)
+        return ops.subtract(found, self.inner)
+
+
+def _share(problem: Problem) -> float:
+    """Return what a weight is multiplied by that dropout keeps."""
+    return 1.0 / (1.0 - problem.dropout_rate) if problem.dropout_rate < 1.0 else 0.0
 
 
 def _row_terms(
@@ -135,9 +192,7 @@ def _total(
     part: Part,
     rows: tuple[int, int],
     block_k: int,
-    query: Array,
-    late_scale: float,
-    shift: Array,
+    tiles: _Unfolded,
 ) -> Array:
     """Return the sum of the weights of each row as the lse gives them: 1, up to its rounding.
 
@@ -145,34 +200,13 @@ def _total(
     each would get a weight of 1.
     """
     backend, xp = part.call.backend, part.call.backend.xp
-    total = xp.zeros_like(shift)
+    total = xp.zeros_like(tiles.shift)
     if part.sinks is not None:
-        total = total + xp.exp(part.sinks - shift)
+        total = total + xp.exp(part.sinks - tiles.shift)
     for met in part.tiles(rows, block_k):
-        weights, _ = _weights(part, query, late_scale, met, shift)
+        weights, _ = tiles.weights(met)
         total = total + backend.ops.row_sum(weights)
     return total
-
-
-def _weights(
-    part: Part, query: Array, late_scale: float, met: Tile, shift: Array
-) -> tuple[Array, Array | None]:
-    """Return the weights of a tile, from the lse, and the derivative of the softcap if there is."""
-    backend, ops = part.call.backend, part.call.backend.ops
-    scores, slope = tile.capped_scores(
-        backend,
-        query,
-        met.key,
-        scale=late_scale,
-        softcap=part.call.problem.softcap,
-        allowed=met.allowed,
-        slope=True,
-    )
-    if met.bias is not None:
-        scores = ops.add(scores, met.bias)
-    if met.allowed is not None:
-        scores = ops.select(scores, met.allowed, _NEG_INF)
-    return ops.exp(ops.subtract(scores, shift)), slope
 
 
 def finite_or_zero(xp: Any, array: Array) -> Array:

@@ -124,6 +124,10 @@ class Part:
             backend.asarray(picked[1], device, "int32"),
         )
 
+    def fold(self, query: Array, shift: Array, d_output: Array, inner: Array) -> Any:
+        """Return what makes weights and their gradients in fewer passes, where there is such."""
+        return None
+
     def columns(self, found: plan.Reach, block_k: int) -> Iterator[tuple[int, int]]:
         """Return the tiles of keys that a reach touches, which lie alike for all rows."""
         return plan.tiles(found, block_k, self.call.problem.key_length)

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 
 from portable_attention.backends import Array
-from portable_attention.backends.numpy_backend import HostOps
+from portable_attention.backends.numpy_backend import HostOps, numpy_backend
 from portable_attention.core import eager, plan
-from portable_attention.core.problem import Call
+from portable_attention.core.folded import FOLDED, Folded, pack_columns
+from portable_attention.core.problem import Call, Problem
 
 # Patterns of the diagonal in a tile that a call keeps: a few bytes a pair, and few differ.
 _MOST_BANDS = 8
@@ -34,9 +35,9 @@ class Heads(eager.Part):
         super().__init__(call, index)
         self.block_k = block_k
         self.forward = forward
-        self.in_columns = forward and call.problem.query_length >= plan.ROWS_FOR_COLUMNS
         self.dtype = np.dtype(call.problem.compute_dtype)
         self.ops: HostOps = call.backend.ops
+        self.in_columns = in_columns(call.problem)
         self._lock = threading.RLock()  # the norms need the widened keys
         self._shared: dict[Any, Any] = {}
         self._bands: dict[tuple[Any, ...], Array] = {} if bands is None else bands
@@ -84,17 +85,28 @@ class Heads(eager.Part):
 
     def tile_of(self, name: str, columns: tuple[int, int]) -> Array:
         """Return a tile of the keys or values in packed rows, or keys in packed columns."""
+        if name == "key" and self.in_columns and self.forward:
+            return self.folded(name, columns)
         array = self.key if name == "key" else self.value
-        if self.call.problem.span is None:  # else few blocks of rows share a tile
-            if name == "key" and self.in_columns:
-                return self._once(columns, lambda: self._in_columns(columns))
-            if not self._is_packed(array):
-                array = self._once(name, lambda: self._packed(array))
+        # Few blocks of rows share a tile under a window.
+        if self.call.problem.span is None and not self._is_packed(array):
+            array = self._once(name, lambda: self._packed(array))
         return self._packed(array[..., slice(*columns), :])
 
-    def _in_columns(self, columns: tuple[int, int]) -> Array:
-        tile = np.swapaxes(self.key[..., slice(*columns), :], -1, -2)
-        return np.swapaxes(np.ascontiguousarray(tile, self.dtype), -1, -2)
+    def folded(self, name: str, columns: tuple[int, int]) -> Array:
+        """Return a tile in packed columns, which backwards end in ones."""
+        array = self.key if name == "key" else self.value
+        ones = 0 if self.forward else FOLDED
+        made: Array = self._once(
+            (name, columns), lambda: pack_columns(array[..., slice(*columns), :], self.dtype, ones)
+        )
+        return made
+
+    def fold(self, query: Array, shift: Array, d_output: Array, inner: Array) -> Folded | None:
+        bare = self.call.problem.softcap is None and self.call.bias is None
+        if not (bare and self.in_columns and self.call.seed is None):
+            return None
+        return Folded(self.ops, self.folded, query, shift, d_output, inner)
 
     def _is_packed(self, array: Array) -> bool:
         rows = (array.shape[-1] * array.itemsize, array.itemsize)
@@ -127,6 +139,12 @@ class Heads(eager.Part):
             np.maximum(largest, norm, out=largest)
             finite &= whole
         return largest, finite
+
+
+def in_columns(problem: Problem) -> bool:
+    """Whether enough rows meet the same keys for these to be packed in columns."""
+    rows: int = numpy_backend().ops.rows_for_columns(np.dtype(problem.compute_dtype))
+    return problem.query_length >= rows and problem.span is None
 
 
 def largest_norm(rows: Array) -> tuple[Array, Array]:

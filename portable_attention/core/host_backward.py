@@ -41,7 +41,7 @@ def run(call: Call, given: Cotangents) -> dict[str, Array]:
 
     # The same memory layout whatever the caller's: BLAS gives other bits for other strides.
     given = given.map(np.ascontiguousarray)
-    block_q, block_k = plan.host_block_sizes(problem)
+    block_q, block_k = plan.host_block_sizes(problem, backward=True)
     capacity = plan.host_capacity(call, block_q * block_k, whole_groups=True)
     chunks = list(plan.chunks((*problem.batch, *problem.heads), capacity))
     groups = _groups(call, chunks)

@@ -24,8 +24,9 @@ BLOCK = 512
 HOST_ROWS, HOST_KEYS = 640, 320
 _WINDOW_ROWS = 128
 FEW_ROWS = 32
-# BLAS multiplies by keys that lie in columns 3 to 5 % faster, which pays when enough rows do so.
-ROWS_FOR_COLUMNS = 1536
+# Numbers of the right factor at most, so that blocks of 24 rows (of those in columns) and of 16
+# are small products for OpenBLAS: `backends.numpy_products`.
+_SUMMED_ROWS, _SUMMED_KEYS = 41_600, 61_440
 _KEY_NUMBERS, _MOST_KEYS = 1 << 17, 4096  # half of the L2; for narrow keys, what buffers may hold
 # Small heads are batched until a tile holds as many scores as one large tile, if that leaves
 # something for the other threads to do.
@@ -43,20 +44,22 @@ def block_sizes(problem: Problem, rows_cap: int = BLOCK) -> tuple[int, int]:
     return min(queries, max(problem.query_length, 1)), min(keys, max(problem.key_length, 1))
 
 
-def host_block_sizes(problem: Problem) -> tuple[int, int]:
+def host_block_sizes(problem: Problem, *, backward: bool = False) -> tuple[int, int]:
     """Return how many queries and keys make a tile in host memory.
 
     Lengths are cut evenly. Rows much longer than a window would mostly compute what is masked.
     """
     if problem.block_size is not None:
         return block_sizes(problem)
+    width = max(problem.width, problem.value_width, 1)
     rows = HOST_ROWS
+    if backward:  # which sums over the rows, too
+        rows = min(rows, _aligned(_SUMMED_ROWS // width))
+    most_keys = min(HOST_ROWS * HOST_KEYS // rows, _aligned(_SUMMED_KEYS // width))
     if problem.span is not None:
         rows = max(_WINDOW_ROWS, min(rows, problem.span))
-    most_keys = HOST_KEYS
     if problem.query_length < FEW_ROWS:
         # No product comes to use a tile of keys again: it is as long as the cache allows.
-        width = max(problem.width, problem.value_width, 1)
         most_keys = max(HOST_KEYS, min(_MOST_KEYS, _KEY_NUMBERS // width))
     keys = _even(problem.key_length, most_keys)
     rows = _even(problem.query_length, rows)
@@ -64,6 +67,10 @@ def host_block_sizes(problem: Problem) -> tuple[int, int]:
         # Blocks of rows then meet the diagonal at the same few places of a tile.
         rows = rows // keys * keys if rows % keys < keys // 2 else -(-rows // keys) * keys
     return rows, keys
+
+
+def _aligned(size: int) -> int:
+    return max(_ALIGNED, size // _ALIGNED * _ALIGNED)
 
 
 def _even(length: int, largest: int) -> int:
