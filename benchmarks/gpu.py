@@ -1,7 +1,9 @@
 """Test and time attention on a GPU: `python -m benchmarks.gpu`.
 
 Runs the test suite on CuPy, PyTorch on CUDA and JAX on a GPU, as far as they are there, and then
-times attention against what each library has of its own. Without a GPU it says so and exits 0.
+times attention against what each library has of its own: with the engine that it chooses, with
+the portable tiles, and with a native kernel, or why there is none. Without a GPU it says so and
+exits 0.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from portable_attention import attention
 DTYPES = ("float32", "float16", "bfloat16")
 TOLERANCES = {"float32": 1e-3, "float16": 1e-2, "bfloat16": 5e-2}  # of a check, not of a test
 Ways = dict[str, Callable[[], Any]]
+ENGINES = {"": "auto", " portable": "portable", " native": "native"}  # by what a name ends in
 
 
 def inputs(work: Call) -> list[np.ndarray]:
@@ -53,8 +56,11 @@ def cupy_ways(work: Call, dtype: str) -> Ways:
 
         return run
 
-    ours = done(lambda: attention(*arrays, **work.options))
-    return {"cupy": ours, "cupy, dense formula": done(dense)}
+    def ours(engine: str) -> Callable[[], Any]:
+        return done(lambda: attention(*arrays, **work.options, engine=engine))
+
+    ways = {f"cupy{name}": ours(engine) for name, engine in ENGINES.items()}
+    return {**ways, "cupy, dense formula": done(dense)}
 
 
 def torch_ways(work: Call, dtype: str) -> Ways:
@@ -72,10 +78,11 @@ def torch_ways(work: Call, dtype: str) -> Ways:
 
         return run
 
-    return {
-        "torch": done(lambda: attention(*arrays, **work.options)),
-        "torch SDPA": done(lambda: sdpa(*arrays, is_causal=causal)),
-    }
+    def ours(engine: str) -> Callable[[], Any]:
+        return done(lambda: attention(*arrays, **work.options, engine=engine))
+
+    ways = {f"torch{name}": ours(engine) for name, engine in ENGINES.items()}
+    return {**ways, "torch SDPA": done(lambda: sdpa(*arrays, is_causal=causal))}
 
 
 def jax_ways(work: Call, dtype: str) -> Ways:
@@ -84,8 +91,12 @@ def jax_ways(work: Call, dtype: str) -> Ways:
     arrays = [jax.numpy.asarray(array, dtype) for array in inputs(work)]
     swapped = [jax.numpy.swapaxes(array, 1, 2) for array in arrays]
     causal = work.options.get("causal", False)
-    ours = jax.jit(lambda *args: attention(*args, **work.options))
-    ways: Ways = {"jax": lambda: ours(*arrays).block_until_ready()}
+
+    def ours(engine: str) -> Callable[[], Any]:
+        run = jax.jit(lambda *args: attention(*args, **work.options, engine=engine))
+        return lambda: run(*arrays).block_until_ready()
+
+    ways: Ways = {f"jax{name}": ours(engine) for name, engine in ENGINES.items()}
     for engine in ("xla", "cudnn") if dtype != "float32" else ("xla",):
         theirs = jax.jit(
             lambda *args, engine=engine: jax.numpy.swapaxes(
@@ -124,7 +135,7 @@ def results_of(ways: Ways) -> tuple[dict[str, np.ndarray], list[str]]:
             results[name] = to_numpy(ways[name]())
         except Exception as error:  # each library and driver has errors of its own
             reason = str(error).strip().partition("\n")[0]
-            refusals.append(f"{name}: {type(error).__name__} {reason}"[:100])
+            refusals.append(f"{name}: {type(error).__name__} {reason}"[:300])
     return results, refusals
 
 

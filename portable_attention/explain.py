@@ -173,7 +173,9 @@ def explain(
         total += math.prod(problem.output_shape[:-1]) * _ITEM[problem.compute_dtype]
     return Explanation(
         engine="portable" if kernel is None else kernel.name,
-        passed_over=passed_over if kernel is None else {**passed_over, "portable": "slower here"},
+        passed_over=passed_over
+        if kernel is None
+        else {**passed_over, "portable": _why_not_portable(call, kernel)},
         schedule=schedule if kernel is None else "native",
         tile=tile,
         heads_per_tile=together,
@@ -185,6 +187,13 @@ def explain(
         bytes=total,
         memory=memory,
     )
+
+
+def _why_not_portable(call: Call, kernel: engines.Kernel) -> str:
+    if call.engine != "native":
+        return "slower here"
+    broken = kernel.breaks(call)
+    return "engine='native' asks for a kernel" + (f", although {broken}" if broken else "")
 
 
 def _tiling(call: Call) -> tuple[str, tuple[int, int], int, int]:

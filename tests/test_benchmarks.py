@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from benchmarks import __main__ as command
-from benchmarks import memory, timing
+from benchmarks import gpu, memory, timing
 from benchmarks.arrays import largest_error, make_inputs
 from benchmarks.environment import Watch
 from benchmarks.measure import judge, measure
@@ -237,6 +237,18 @@ def test_without_a_gpu_the_gpu_benchmark_says_so() -> None:
     done = run("benchmarks.gpu", CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("No GPU ")
+
+
+def test_the_gpu_benchmark_names_the_engines_that_refuse() -> None:
+    jax = pytest.importorskip("jax", reason="needs jax")
+    if jax.default_backend() != "cpu":
+        pytest.skip("needs JAX on a CPU, which has no kernel")
+    ways = gpu.jax_ways(Call(1, 2, 16, 8, {"causal": True}), "float32")
+    results, refusals = gpu.results_of(ways)
+    assert list(results) == ["jax", "jax portable", "jax.nn xla"]
+    timing.check_agreement(results, gpu.TOLERANCES["float32"])
+    (refusal,) = refusals
+    assert refusal.startswith("jax native: ValueError engine='native' cannot take this call")
 
 
 def test_peak_memory_of_a_child() -> None:

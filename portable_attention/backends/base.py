@@ -16,6 +16,10 @@ import numpy as np
 Array: TypeAlias = Any  # of whichever library the call is made with
 
 
+class Declined(Exception):
+    """Raised by a fused kernel that finds only when it is to run that it cannot take a call."""
+
+
 def dtype_name(array: Array) -> str:
     """Return the plain name of an array's dtype, such as "float32" or "bfloat16"."""
     dtype = array.dtype
@@ -111,7 +115,7 @@ class Backend:
     uses_host_blas = True  # whether its products may be those of NumPy's BLAS
 
     kernels: tuple[Any, ...] = ()  # its fused attention kernels, `core.engines.Kernel`
-    unconnected: dict[str, str] = {}  # noqa: RUF012, those that nothing here runs, and why
+    unconnected: dict[str, str] = {}  # noqa: RUF012, why others are not among them
 
     def __init__(self, xp: ModuleType, name: str | None = None) -> None:
         self.xp = xp
@@ -120,6 +124,10 @@ class Backend:
 
     def make_ops(self) -> Ops:
         return Ops(self.xp)
+
+    def kernels_on(self, device: Any) -> tuple[Any, ...]:
+        """Return the fused kernels that calls on a device are offered to, in this order."""
+        return self.kernels
 
     def dtype(self, name: str) -> Any:
         """Return the library's own dtype of that name."""

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from portable_attention.backends.base import Array, Backend
+from portable_attention.backends.cupy_cudnn import CudnnOfCupy
 
 
 class CupyBackend(Backend):
@@ -14,6 +15,7 @@ class CupyBackend(Backend):
 
     name = "cupy"
     uses_host_blas = False
+    kernels = (CudnnOfCupy(),)
 
     def dtype(self, name: str) -> Any:
         if name == "bfloat16":

@@ -23,9 +23,18 @@ class TorchBackend(Backend):
     uses_host_blas = False
     kernels = (FlashOnCpu(),)
     unconnected = {  # noqa: RUF012
-        "torch scaled_dot_product_attention (CUDA)": "not connected: not yet checked on a GPU",
+        "torch cuDNN attention (CUDA)": "it runs on CUDA devices alone",
+        "torch flash attention (CUDA)": "it runs on CUDA devices alone",
+        "torch memory-efficient attention (CUDA)": "it runs on CUDA devices alone",
         "torch flex_attention": "not connected: it must be compiled for each kind of call",
     }
+
+    def kernels_on(self, device: Any) -> tuple[Any, ...]:
+        if device.type != "cuda":
+            return self.kernels
+        from portable_attention.backends import torch_cuda
+
+        return (*torch_cuda.KERNELS, *self.kernels)
 
     def asarray(self, values: np.ndarray[Any, Any], device: Any, dtype: str) -> Array:
         return torch.as_tensor(values.tolist(), dtype=self.dtype(dtype), device=device)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from portable_attention.backends import fused
 from portable_attention.backends.base import Array
 
 if TYPE_CHECKING:
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 _FEW_SCORES = 1 << 22
 # Beyond these a call takes a second and more on two cores, and Ctrl-C waits for its end.
 _MANY_SCORES = 1 << 29
-_FINITE_SCORE = 1e37
 # The portable tiles must win by more than one short measurement errs.
 _CLEARLY_FASTER = 0.9
 # Beyond this an lse has lost digits that the weights made from it would lack.
@@ -38,23 +38,15 @@ class FlashOnCpu:
 
     name = "torch flash attention (CPU)"
 
+    def breaks(self, call: Call) -> str | None:
+        return None
+
     def refuses(self, call: Call) -> str | None:
-        problem, limits = call.problem, call.limits
+        problem = call.problem
         if call.device.type != "cpu":
             return "it runs on the CPU alone"
-        given = [
-            name for name in ("mask", "bias", "sinks", "seed") if getattr(call, name) is not None
-        ]
-        if problem.softcap is not None:
-            given.append("softcap")
-        if limits.low is not None or (limits.high is not None and not _is(limits.high, 1)):
-            given.append("window or query_offset")
-        if limits.key_length is not None or limits.query_length is not None:
-            given.append("lengths")
-        if problem.block_size is not None:
-            given.append("block_size")
-        if given:
-            return f"it has not this meaning of {', '.join(given)}".replace("seed", "dropout")
+        if (reason := fused.lacks(call)) is not None:
+            return reason
         if problem.dtype not in ("float32", "float64"):
             return f"it rounds the weights to {problem.dtype}"
         if problem.groups != 1:
@@ -66,7 +58,7 @@ class FlashOnCpu:
         lead = call.query.shape[:-3]
         if call.key.shape[:-3] != lead or call.value.shape[:-3] != lead:
             return "it copies what is broadcast"
-        return _unplain(call.query, call.key, call.value)
+        return unplain(call.query, call.key, call.value)
 
     def is_worse(self, call: Call) -> str | None:
         problem = call.problem
@@ -147,7 +139,7 @@ def _is_ordinary(call: Call) -> bool:
     # No score is beyond the product of the norms of all queries and all keys.
     norms = (float(torch.linalg.vector_norm(array)) for array in (call.query, call.key))
     largest = math.prod(norms) * abs(call.problem.scale)
-    return largest < _FINITE_SCORE and _all_finite(call.value)
+    return largest < fused.FINITE_SCORE and _all_finite(call.value)
 
 
 def _all_finite(*arrays: Array) -> bool:
@@ -167,11 +159,8 @@ def _in_rows(array: Array) -> Array:
     return copied
 
 
-def _is(limit: Any, number: int) -> bool:
-    return isinstance(limit, int) and limit == number
-
-
-def _unplain(*arrays: Array) -> str | None:
+def unplain(*arrays: Array) -> str | None:
+    """Return why tensors are not what a kernel may be given, or None."""
     from portable_attention.backends.torch_backend import is_plain, transforming
 
     if transforming():

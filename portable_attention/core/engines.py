@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 from portable_attention.backends import Array
+from portable_attention.backends.base import Declined
 
 if TYPE_CHECKING:
     from portable_attention.core.backward import Cotangents
@@ -20,6 +21,12 @@ class Kernel(Protocol):
 
     name: str
 
+    def breaks(self, call: Call) -> str | None:
+        """Return which rule of arithmetic it does not keep to, or None.
+
+        Only a caller who demands a kernel gets it then. It is asked before all else.
+        """
+
     def refuses(self, call: Call) -> str | None:
         """Return why the kernel cannot give what this call means, or None."""
 
@@ -27,15 +34,20 @@ class Kernel(Protocol):
         """Return why the portable tiles are the better choice, or None."""
 
     def run(self, call: Call) -> tuple[Array, Array] | None:
-        """Return output (*batch, Hkv, G, Lq, Dv) and lse, or None if something is not finite."""
+        """Return output (*batch, Hkv, G, Lq, Dv) and lse, or None if something is not finite.
+
+        Raise `Declined` where the library says only now that it cannot.
+        """
 
 
 def choose(call: Call, engine: str) -> tuple[Kernel | None, dict[str, str]]:
     """Return the kernel that is to run a call, None for the portable tiles, and why not others."""
     passed_over = dict(call.backend.unconnected)
     chosen = None
-    for kernel in call.backend.kernels:
-        reason = kernel.refuses(call)
+    for kernel in call.backend.kernels_on(call.device):
+        reason = None if engine == "native" else kernel.breaks(call)
+        if reason is None:
+            reason = kernel.refuses(call)
         if reason is None and engine == "portable":
             reason = "engine='portable' asks for the portable tiles"
         if reason is None and engine == "auto":
@@ -44,6 +56,7 @@ def choose(call: Call, engine: str) -> tuple[Kernel | None, dict[str, str]]:
             reason = f"{chosen.name} comes first"
         if reason is None:
             chosen = kernel
+            passed_over.pop(kernel.name, None)
         else:
             passed_over[kernel.name] = reason
     if chosen is None and engine == "native":
@@ -58,7 +71,12 @@ def run_native(call: Call, engine: str) -> tuple[Array, Array] | None:
     kernel, _ = choose(call, engine)
     if kernel is None:
         return None
-    found = kernel.run(call)
+    try:
+        found = kernel.run(call)
+    except Declined as reason:
+        if engine == "native":
+            raise ValueError(_why_not(call, {kernel.name: str(reason)})) from reason
+        return None
     if found is None and engine == "native":
         raise ValueError(
             f"engine='native': inputs, scores or output of {kernel.name} are not finite, where it "
