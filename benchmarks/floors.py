@@ -1,7 +1,9 @@
 """What no implementation on the same BLAS can be faster than: the work without the attention.
 
-The products are those of the tiles that the library cuts a call into, with results in memory that
-is there already, in as many threads as the process has cores, each with one BLAS thread.
+The products are those of the tiles that the library cuts a call into, made in the way that it makes
+them (`portable_attention.backends.numpy_products`), with keys that lie in columns already and
+results in memory that is there already, in as many threads as the process has cores, each with one
+BLAS thread.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import numpy as np
 from benchmarks.arrays import Inputs
 from benchmarks.environment import cores
 from benchmarks.records import Call
+from portable_attention.backends.numpy_products import matmul
 from portable_attention.core.plan import host_block_sizes
 from portable_attention.core.spec import validate
 from portable_attention.core.threads import run_tasks
@@ -26,27 +29,29 @@ Piece = tuple[int, slice, slice]  # head, rows, columns
 Work = Callable[[Piece], None]
 
 
-def tile_sizes(call: Call, inputs: Inputs) -> tuple[int, int]:
+def tile_sizes(call: Call, inputs: Inputs, *, backward: bool = False) -> tuple[int, int]:
     """Return the tile that the library would take."""
     options = {**call.options, **inputs.options}
-    return host_block_sizes(validate(inputs.query, inputs.key, inputs.value, **options).problem)
+    problem = validate(inputs.query, inputs.key, inputs.value, **options).problem
+    return host_block_sizes(problem, backward=backward)
 
 
 def two_products(call: Call, inputs: Inputs) -> Callable[[], None]:
     """Return what multiplies queries by keys and weights by values, tile by tile."""
     rows, columns = tile_sizes(call, inputs)
     query, key, value = (_flat(array) for array in (inputs.query, inputs.key, inputs.value))
+    turned = _turned(key, columns)
 
     def worker() -> Work:
-        scores = np.zeros((rows, columns), np.float32)
+        scores = np.zeros(rows * columns, np.float32)
         sums = np.zeros((rows, call.width), np.float32)
 
         def work(piece: Piece) -> None:
             head, down, across = piece
-            q, k, v = query[head, down], key[head, across], value[head, across]
-            tile = scores[: len(q), : len(k)]
-            np.matmul(q, k.T, out=tile)
-            np.matmul(tile, v, out=sums[: len(q)])
+            q, k, v = query[head, down], turned[head, across.start], value[head, across]
+            tile = _part(scores, len(q), len(v))
+            matmul(q, k, tile)
+            matmul(tile, v, sums[: len(q)])
 
         return work
 
@@ -54,28 +59,32 @@ def two_products(call: Call, inputs: Inputs) -> Callable[[], None]:
 
 
 def seven_products(call: Call, inputs: Inputs) -> Callable[[], None]:
-    """Return the same for forward and backward: the two, and the five of the gradients."""
-    rows, columns = tile_sizes(call, inputs)
+    """Return the same for forward and backward: the two, and the five of the gradients.
+
+    All are made at the tile size of the gradients.
+    """
+    rows, columns = tile_sizes(call, inputs, backward=True)
     arrays = (inputs.query, inputs.key, inputs.value, inputs.d_output)
     query, key, value, d_output = (_flat(array) for array in arrays)
+    turned_keys, turned_values = _turned(key, columns), _turned(value, columns)
 
     def worker() -> Work:
-        scores, d_scores = np.zeros((2, rows, columns), np.float32)
+        scores, d_scores = np.zeros((2, rows * columns), np.float32)
         by_rows = np.zeros((rows, call.width), np.float32)
         by_columns = np.zeros((columns, call.width), np.float32)
 
         def work(piece: Piece) -> None:
             head, down, across = piece
             q, k, v = query[head, down], key[head, across], value[head, across]
-            d = d_output[head, down]
-            tile, d_tile = scores[: len(q), : len(k)], d_scores[: len(q), : len(k)]
+            d, place = d_output[head, down], (head, across.start)
+            tile, d_tile = _part(scores, len(q), len(k)), _part(d_scores, len(q), len(k))
             for _ in range(2):  # forward; and the weights once more for the gradients
-                np.matmul(q, k.T, out=tile)
-            np.matmul(tile, v, out=by_rows[: len(q)])
-            np.matmul(d, v.T, out=d_tile)
-            np.matmul(tile.T, d, out=by_columns[: len(k)])
-            np.matmul(d_tile, k, out=by_rows[: len(q)])
-            np.matmul(d_tile.T, q, out=by_columns[: len(k)])
+                matmul(q, turned_keys[place], tile)
+            matmul(tile, v, by_rows[: len(q)])
+            matmul(d, turned_values[place], d_tile)
+            matmul(tile.T, d, by_columns[: len(k)])
+            matmul(d_tile, k, by_rows[: len(q)])
+            matmul(d_tile.T, q, by_columns[: len(k)])
 
         return work
 
@@ -94,6 +103,19 @@ def reading(call: Call, inputs: Inputs) -> Callable[[], None]:
         run_tasks(iter([partial(np.dot, part, part) for part in parts]), len(parts))
 
     return read
+
+
+def _turned(array: Array, columns: int) -> dict[tuple[int, int], Array]:
+    """Return the tiles of keys or values by head and first row, each packed in columns."""
+    return {
+        (head, start): np.ascontiguousarray(rows[start : start + columns].T)
+        for head, rows in enumerate(array)
+        for start in range(0, len(rows), columns)
+    }
+
+
+def _part(memory: Array, rows: int, columns: int) -> Array:
+    return memory[: rows * columns].reshape(rows, columns)
 
 
 def _flat(array: Array) -> Array:
