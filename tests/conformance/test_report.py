@@ -72,6 +72,63 @@ def test_a_finding_has_its_worst_element_in_units(failed):
     assert len(finding.index) == 4
 
 
+def as_lists(query, key, value):
+    """A fault that hits every case in the same words."""
+    return attention(query, key, value).tolist()
+
+
+def shape_told(query, key, value, *, causal=False, mask=None):
+    """A fault that hits every case of masks with other numbers in its message."""
+    if mask is not None:
+        raise RuntimeError(f"no kernel for a mask of shape {mask.shape}")
+    return attention(query, key, value, causal=causal, query_offset="start" if causal else None)
+
+
+def test_what_hits_many_cases_is_said_once_with_their_number():
+    report = conform(as_lists, isolate=False, quick=True, cases=["plain", "shapes", "tiles"])
+    cases = dict.fromkeys(finding.case for finding in report.findings)
+    assert len(cases) > 10
+    text = str(report)
+    assert text.count(" (docs/semantics.md#arrays)") == 1
+    assert f"docs/semantics.md#arrays ({len(cases)} cases)" in text
+    assert f"the same in {len(cases) - 1} more cases" in text
+    first, second, *_ = cases
+    assert f"{first}: output is list, not an array of numpy" in text
+    assert second in text, "some of the others are named"
+    assert text.count("import numpy as np") == 1, "one example"
+    assert len(text.splitlines()) < 25
+
+
+def test_numbers_and_shapes_do_not_make_another_finding_of_it():
+    report = conform(shape_told, isolate=False, quick=True, cases=["mask"])
+    assert len({finding.message for finding in report.findings}) > 2
+    assert str(report).count("no kernel for a mask of shape") == 2, "once said, once in the code"
+
+
+def two_faults(query, key, value, *, mask=None, bias=None):
+    """The second comes after the first has hit many cases."""
+    output = attention(query, key, value, mask=mask, bias=bias)
+    return output if mask is None and bias is None else -output if bias is None else 2 * output
+
+
+def test_a_second_finding_is_said_after_many_cases_of_the_first():
+    report = conform(two_faults, isolate=False, quick=True, cases=["mask", "bias"])
+    assert sum(finding.rule.startswith("mask") for finding in report.findings) > 12
+    said = str(report).split("\n\n")[1:]
+    rules = [re.search(r"semantics.md#([\w-]+)\)", example)[1] for example in said]
+    assert rules == list(report.rules), "each rule once: the same number is wrong in all its cases"
+    assert "bias" in rules
+    for example in said:  # not those of the first five findings alone, which are all the same
+        assert len(re.findall(r"-?\d+\.\d+", example)) < 40, example
+
+
+def test_nothing_is_left_unsaid_or_said_twice(failed):
+    said = [finding for found in failed.distinct for finding in found]
+    assert sorted(map(str, said)) == sorted(map(str, failed.findings))
+    kinds = [found[0].kind for found in failed.distinct]
+    assert len(kinds) == len(set(kinds)) < len(failed.findings) / 2
+
+
 def test_json_says_all(failed, tmp_path):
     text = failed.to_json(tmp_path / "report.json")
     data = json.loads((tmp_path / "report.json").read_text())
