@@ -178,15 +178,22 @@ class Report:
 
     def _reasons(self, status: str) -> str:
         """Return why cases have a status, with the number of cases for each reason."""
-        counted: Counter[str] = Counter()
+        wanting: Counter[str] = Counter()
+        others: Counter[str] = Counter()
         for result in self.results:
             if result.status == status:
                 reason = result.why.partition(":")[0]
-                names = reason.removeprefix("needs ").split(", ")
-                counted.update(names if reason.startswith("needs ") else [reason])
-        needs = "for want of " if status == "not applicable" else ""
-        told = ", ".join(f"{reason} ({number})" for reason, number in counted.most_common())
-        return needs + told if told else ""
+                if reason.startswith("needs "):
+                    wanting.update(reason.removeprefix("needs ").split(", "))
+                else:
+                    others[reason] += 1
+        told = [
+            ", ".join(f"{reason} ({number})" for reason, number in counted.most_common())
+            for counted in (wanting, others)
+        ]
+        if told[0] and status == "not applicable":
+            told[0] = "for want of " + told[0]
+        return "; ".join(filter(None, told))
 
     def _worst(self) -> tuple[float, str] | None:
         passed = [

@@ -24,7 +24,7 @@ from portable_attention.conformance.translation import translated_back
 MANIFEST: Final = "manifest.json"
 FORMAT: Final = "portable_attention vectors 1"
 # What checks beside plain calls do to a call cannot be written to a file.
-_WRITTEN: Final = frozenset(["call", "same-bits", "neighbours", "rows-alone", "decoding"])
+WRITTEN: Final = frozenset(["call", "same-bits", "neighbours", "rows-alone", "decoding"])
 RESULTS: Final = ("output", "lse", "d_query", "d_key", "d_value", "d_bias", "d_sinks")
 
 
@@ -76,7 +76,7 @@ def write_vectors(
     """
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
-    chosen = [case for case in select(quick=quick, ids=cases) if case.check in _WRITTEN]
+    chosen = [case for case in select(quick=quick, ids=cases) if case.check in WRITTEN]
     entries = []
     for number, case in enumerate(chosen):
         entries.append(_write_case(folder, case))
