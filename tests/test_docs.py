@@ -233,6 +233,31 @@ def test_the_smoke_test_of_the_vectors_runs(tmp_path: Path) -> None:
     assert found.endswith("(docs/semantics.md#scale)")
 
 
+def test_the_guide_runs_as_a_reader_would_follow_it(tmp_path: Path) -> None:
+    pytest.importorskip("torch", reason="needs torch")
+    blocks = fenced_blocks((DOCS / "testing-a-kernel.md").read_text(encoding="utf-8"))
+    kernel, first, said, more, in_python, in_pytest = (body for _, _, body in blocks)
+    (tmp_path / "kernel.py").write_text(kernel, encoding="utf-8")
+    (tmp_path / "judge.py").write_text(in_python, encoding="utf-8")
+
+    done = run_command(first, tmp_path)
+    assert done.returncode == 1, done.stderr
+    assert said in done.stdout
+    done = run_command("python judge.py", tmp_path)
+    assert said in done.stderr, "the assertion tells the report"
+    done = run_command(f"{in_pytest.strip()} -p no:cacheprovider", tmp_path)
+    assert re.search(r"\b11 failed, \d+ passed", done.stdout), done.stdout
+
+    report, discovery = more.splitlines()
+    assert run_command(report, tmp_path).returncode == 1
+    assert "#empty-rows" in (tmp_path / "report.html").read_text(encoding="utf-8")
+    advice = run_command(discovery, tmp_path).stdout.splitlines()[-1]
+    assert "--convention empty_rows=nan --convention diagonal=start" in advice
+    done = run_command(advice, tmp_path)
+    rules = re.findall(r"^ +docs/semantics.md#([\w-]+) ", done.stdout, flags=re.MULTILINE)
+    assert rules == ["errors"], done.stdout
+
+
 def test_the_page_of_the_vectors_says_what_is_left_out() -> None:
     from portable_attention.conformance.cases import select
     from portable_attention.conformance.vectors import WRITTEN

@@ -50,6 +50,7 @@ class Adapter:
         """Return what can be said of the implementation without calling it."""
         return {
             "keywords": keywords_of(self.function),
+            "own_vjp": self.vjp is not None,
             "gradients": self.vjp is not None or self.library.name in ("torch", "jax"),
             "library": f"{self.library.name} {self.library.version}",
             "device": self.library.device,

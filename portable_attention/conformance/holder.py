@@ -83,6 +83,7 @@ class Holder:
         self.library: str = about["library"]
         self.device: str = about["device"]
         self.isolated = self._session.isolated
+        self._own_vjp: bool = about["own_vjp"]
         if not self.declared:
             asked = implied(about["keywords"], gradients=about["gradients"])
         self.capabilities = asked - left_out
@@ -208,7 +209,14 @@ class Holder:
             worst = next(iter(wrong(call)), finding) if call is not trial.failing else finding
         lse = call.lse and "lse" in self.capabilities
         text = reproduce.code(
-            self.name, self.backend, case, self._asked(call), worst.message, self.conventions, lse
+            self.name,
+            self.backend,
+            case,
+            self._asked(call),
+            worst.message,
+            self.conventions,
+            lse,
+            self._own_vjp,
         )
         return replace(finding, code=text)
 

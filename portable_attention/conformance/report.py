@@ -178,15 +178,20 @@ class Report:
 
     def _reasons(self, status: str) -> str:
         """Return why cases have a status, with the number of cases for each reason."""
-        wanting: Counter[str] = Counter()
+        wanted: list[list[str]] = []
         others: Counter[str] = Counter()
         for result in self.results:
             if result.status == status:
                 reason = result.why.partition(":")[0]
                 if reason.startswith("needs "):
-                    wanting.update(reason.removeprefix("needs ").split(", "))
+                    wanted.append(reason.removeprefix("needs ").split(", "))
                 else:
                     others[reason] += 1
+        if status == "refused":
+            # Of several that a case needs, those are meant that are refused where they are alone.
+            alone = {names[0] for names in wanted if len(names) == 1}
+            wanted = [[n for n in names if n in alone] or names for names in wanted]
+        wanting = Counter(name for names in wanted for name in names)
         told = [
             ", ".join(f"{reason} ({number})" for reason, number in counted.most_common())
             for counted in (wanting, others)

@@ -205,6 +205,21 @@ def test_keywords_speak_for_a_function_that_declares_nothing():
     assert report.count("refused") > 3
 
 
+def test_what_was_refused_is_not_what_else_the_case_needs():
+    """Grouped heads in float16 are refused for the heads, where float16 alone is taken."""
+
+    def without_groups(query, key, value, **options):
+        if query.ndim > 2 and query.shape[-3] != key.shape[-3]:
+            raise ValueError("as many heads, please")
+        return attention(query, key, value, **options)
+
+    report = conform(without_groups, isolate=False, quick=True)
+    reasons = {result.why.partition(":")[0] for result in report.results}
+    assert "needs float16, gqa" in reasons
+    assert "needs gqa" in reasons
+    assert f"refused: gqa ({report.count('refused')})\n" in str(report)
+
+
 def test_the_fingerprint_of_the_library():
     found = discover(attention, vjp=attention_vjp, isolate=False)
     assert found.conventions == Conventions()
@@ -277,6 +292,42 @@ def test_the_code_of_large_calls_takes_them_from_the_cases(backend, conventions)
     assert "cases.find(" in finding.code
     assert len(finding.code) < 1500
     exec(finding.code, {"print": lambda *what: None})
+
+
+def value_counts_twice(query, key, value, **options):
+    """The output is right, the gradient of the values is twice as large, on PyTorch and JAX."""
+    if isinstance(value, np.ndarray):
+        return attention(query, key, value, **options)
+    if hasattr(value, "detach"):
+        return attention(query, key, 2 * value - value.detach(), **options)
+    from jax import lax
+
+    return attention(query, key, 2 * value - lax.stop_gradient(value), **options)
+
+
+@pytest.mark.parametrize("case", ["gradient/plain", "gradient/sinks", "gradient/empty-rows"])
+@pytest.mark.parametrize("backend", ["torch", "jax"])
+def test_the_code_of_a_gradient_runs_and_shows_the_fault(backend, case):
+    pytest.importorskip(backend, reason=f"needs {backend}")
+    report = conform(value_counts_twice, backend=backend, cases=[case], isolate=False)
+    (finding,) = report.findings
+    assert finding.part == "d_value"
+    printed = []
+    names: dict = {"print": printed.append}
+    exec(finding.code, names)
+
+    def those(*of):
+        found = {name: names[name] for name in of if name in names}
+        return {n: np.asarray(a.detach() if backend == "torch" else a) for n, a in found.items()}
+
+    call = Call(
+        those("query", "key", "value", "mask", "bias", "sinks"),
+        cotangents=those("d_output", "d_lse"),
+    )
+    (pulled,) = printed
+    right = answers(call)
+    np.testing.assert_allclose(pulled[0], right["d_query"].expected, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(pulled[2], 2 * right["d_value"].expected, rtol=1e-4, atol=1e-6)
 
 
 def test_code_of_bfloat16_and_of_special_numbers_runs():
