@@ -120,8 +120,12 @@ class _CallMaker:
         self.numbers = np.random.default_rng(chooser.integer(0, 2**32 - 1))
 
     def call(self, poison: bool) -> Call:
+        # Calls without options take ways of their own, which all options together never meet.
+        self.bare = self.pick.chance(0.2)
         self._choose_shapes()
-        self._choose_options()
+        self.options = {} if self.layout == "bhld" else {"layout": self.layout}
+        if not self.bare:
+            self._choose_options()
         self._choose_numbers()
         if poison and self.pick.chance(0.5):
             self._poison()
@@ -169,7 +173,8 @@ class _CallMaker:
             "key": (self.key_heads, self.key_length, self.width),
             "value": (self.key_heads, self.key_length, self.value_width),
         }
-        self.shapes = {name: self._narrowed(self.batch) + shape for name, shape in shapes.items()}
+        lead = self._batch_axes()
+        self.shapes = {name: lead[name] + shape for name, shape in shapes.items()}
         self.flat = two_dimensional
         if two_dimensional:
             self.shapes = {name: shape[-2:] for name, shape in self.shapes.items()}
@@ -184,6 +189,25 @@ class _CallMaker:
             self.shapes = {name: self._one_rank(shape) for name, shape in self.shapes.items()}
         self.batch = np.broadcast_shapes(*(shape[:-3] for shape in self.shapes.values()))
         self.scores = (*self.batch, self.heads, self.query_length, self.key_length)
+
+    def _batch_axes(self) -> dict[str, tuple[int, ...]]:
+        """Return the batch axes of each input: alike, or each axis that of some inputs only."""
+        pick = self.pick
+        if not self.batch or 0 in self.batch or not pick.chance(0.75 if self.bare else 0.45):
+            return {name: self._narrowed(self.batch) for name in INPUTS}
+        sizes = [pick.integer(2, 3) for _ in self.batch]
+        # One input alone has an axis, or two have it and the third does not: mostly the same ones
+        # of all axes, so that the others have no batch.
+        alone = [{name} for name in INPUTS]
+        having = [*alone, *alone, *(set(INPUTS) - one for one in alone)]
+        together = pick.choice(having)
+        owners = [together if pick.chance(0.7) else pick.choice(having) for _ in sizes]
+        axes = {}
+        for name in INPUTS:
+            own = tuple(n if name in has else 1 for n, has in zip(sizes, owners, strict=True))
+            ones = next((i for i, n in enumerate(own) if n != 1), len(own))
+            axes[name] = own[pick.integer(0, ones) if pick.chance(0.3) else 0 :]
+        return axes
 
     def _narrowed(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return a shape that broadcasts to this one: some axes of size 1, leading ones left out.
@@ -208,9 +232,7 @@ class _CallMaker:
     # Options
 
     def _choose_options(self) -> None:
-        pick, options = self.pick, {}
-        if self.layout != "bhld":
-            options["layout"] = self.layout
+        pick, options = self.pick, self.options
         if pick.chance(0.4):
             density = pick.choice([0.7, 0.95, 0.3, 0.0, 1.0])
             options["mask"] = np.asarray(self.numbers.random(self._broadcastable()) < density)
@@ -238,7 +260,6 @@ class _CallMaker:
         if pick.chance(0.25):
             rate = pick.choice([0.5, 0.1, 0.9, 0.0, 1.0])
             options["dropout"] = (rate, pick.choice([0, 7, -1, 2**63 + 11, -(2**63)]))
-        self.options = options
 
     def _per_item(self, low: int, high: int) -> int | np.ndarray:
         """Return an int, or an integer array that broadcasts to the batch axes."""
@@ -276,7 +297,7 @@ class _CallMaker:
         return self._own_dtype(sinks)
 
     def _block_size(self) -> tuple[int, int] | None:
-        if self.pick.chance(0.2):
+        if self.bare or self.pick.chance(0.2):
             return None
         sizes = [3, 1, 2, 5, 16, 64]
         return self.pick.choice(sizes), self.pick.choice(sizes)
@@ -333,7 +354,7 @@ class _CallMaker:
         """Give each array its place in memory, in the layout of the call."""
         for name, array in self.inputs.items():
             stated = array.swapaxes(-3, -2) if self.layout == "blhd" else array
-            view = self.pick.choice(VIEWS) if self.pick.chance(0.5) else None
+            view = self.pick.choice(VIEWS) if self.pick.chance(0.1 if self.bare else 0.5) else None
             self.inputs[name] = lay_out(stated, view)
         for name in ("mask", "bias"):
             array = self.options.get(name)

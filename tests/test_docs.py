@@ -5,7 +5,11 @@ from __future__ import annotations
 import doctest
 import importlib
 import inspect
+import os
 import re
+import shlex
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from types import ModuleType
@@ -188,6 +192,84 @@ def test_the_changelog_has_the_version() -> None:
     changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     version = re.escape(portable_attention.__version__)
     assert re.search(rf"^## \[{version}\] - \d{{4}}-\d\d-\d\d$", changelog, re.MULTILINE)
+
+
+def run_command(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run a command line of the documentation, with the Python and the package of the tests."""
+    program, *others = shlex.split(command)
+    words = {"python": [], "portable-attention": ["-m", "portable_attention"]}[program]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, *words, *others],
+        cwd=folder, env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+
+
+def test_the_smoke_test_of_the_vectors_runs(tmp_path: Path) -> None:
+    pytest.importorskip("safetensors", reason="needs safetensors")
+    text = (DOCS / "vectors.md").read_text(encoding="utf-8")
+    (_, _, kernel), (_, _, commands), (_, _, printed) = fenced_blocks(text)
+    (tmp_path / "kernel.py").write_text(kernel, encoding="utf-8")
+    *before, check = commands.splitlines()
+    for command in before:
+        done = run_command(command, tmp_path)
+        assert done.returncode == 0, done.stderr
+    done = run_command(check, tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    # Errors and times differ from one machine to the next, and the names of nearly equal ones.
+    first, second, worst, last = printed.splitlines()
+    said = done.stdout.splitlines()
+    assert said[0] == first
+    assert said[1].partition(";")[0] == second.partition(";")[0]
+    assert said[2].startswith(worst.partition(":")[0])
+    assert said[3:] == [last]
+
+    (tmp_path / "kernel.py").write_text(kernel.replace("-0.5", "-1.0"), encoding="utf-8")
+    assert run_command(before[-1], tmp_path).returncode == 0
+    done = run_command(check, tmp_path)
+    assert done.returncode == 1
+    found = next(line for line in done.stdout.splitlines() if re.match(r"[\w-]+/[\w-]+: ", line))
+    assert found.startswith("scale/default: ")
+    assert found.endswith("(docs/semantics.md#scale)")
+
+
+def test_the_guide_runs_as_a_reader_would_follow_it(tmp_path: Path) -> None:
+    pytest.importorskip("torch", reason="needs torch")
+    blocks = fenced_blocks((DOCS / "testing-a-kernel.md").read_text(encoding="utf-8"))
+    kernel, first, said, more, in_python, in_pytest = (body for _, _, body in blocks)
+    (tmp_path / "kernel.py").write_text(kernel, encoding="utf-8")
+    (tmp_path / "judge.py").write_text(in_python, encoding="utf-8")
+
+    done = run_command(first, tmp_path)
+    assert done.returncode == 1, done.stderr
+    assert said in done.stdout
+    done = run_command("python judge.py", tmp_path)
+    assert said in done.stderr, "the assertion tells the report"
+    done = run_command(f"{in_pytest.strip()} -p no:cacheprovider", tmp_path)
+    assert re.search(r"\b11 failed, \d+ passed", done.stdout), done.stdout
+
+    report, discovery = more.splitlines()
+    assert run_command(report, tmp_path).returncode == 1
+    assert "#empty-rows" in (tmp_path / "report.html").read_text(encoding="utf-8")
+    advice = run_command(discovery, tmp_path).stdout.splitlines()[-1]
+    assert "--convention empty_rows=nan --convention diagonal=start" in advice
+    done = run_command(advice, tmp_path)
+    rules = re.findall(r"^ +docs/semantics.md#([\w-]+) ", done.stdout, flags=re.MULTILINE)
+    assert rules == ["errors"], done.stdout
+
+
+def test_the_page_of_the_vectors_says_what_is_left_out() -> None:
+    from portable_attention.conformance.cases import select
+    from portable_attention.conformance.vectors import WRITTEN
+
+    text = " ".join((DOCS / "vectors.md").read_text(encoding="utf-8").split())
+    left_out = [case.id for case in select() if case.check not in WRITTEN]
+    refusals = [name for name in left_out if name.startswith("refused/")]
+    others = [name for name in left_out if name not in refusals]
+    assert f"These are {len(select()) - len(left_out)} of its {len(select())} cases." in text
+    assert f"the {len(refusals)} about validation" in text
+    assert f"{len(others)} that need a caller in Python" in text
+    assert [name for name in others if f"`{name}`" not in text] == []
 
 
 def modules_with_examples() -> list[str]:

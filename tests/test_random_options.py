@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from .accuracy import Reference, assert_accurate, reference_of
 from .backends import BACKENDS, Backend
 from .running import run
-from .strategies import Call, RandomChooser, calls, random_call
+from .strategies import INPUTS, Call, RandomChooser, calls, random_call
 
 COMBINATIONS = {False: 100, True: 20}  # by whether each has to be compiled
 EXAMPLES = {False: 30, True: 4}  # of Hypothesis, which shrinks what it finds
@@ -90,11 +90,26 @@ def test_combinations_use_every_option():
             and c.inputs["query"].shape[-3] > c.inputs["key"].shape[-3]
         ),
         "an array of lengths": lambda c: isinstance(c.options.get("key_lengths"), np.ndarray),
+        "batch axes that differ": lambda c: len(set(_batches(c).values())) > 1,
+        **{
+            f"{name} alone with batch axes": lambda c, name=name: (
+                [n for n, batch in _batches(c).items() if max(batch, default=1) > 1] == [name]
+            )
+            for name in INPUTS
+        },
+        "no options": lambda c: not c.options and c.block_size is None,
         "read-only memory": lambda c: any(not a.flags.writeable for a in c.inputs.values()),
         "negative strides": lambda c: any(min(a.strides) < 0 for a in c.inputs.values()),
     }.items():
         share = np.mean([bool(holds(call)) for call in options])
         assert share > 0.02, f"{what}: in {share:.0%} of the calls"
+
+
+def _batches(call: Call) -> dict[str, tuple[int, ...]]:
+    """Return the batch axes of each input, as many for all of them."""
+    found = {name: array.shape[:-3] for name, array in call.inputs.items()}
+    most = max(map(len, found.values()))
+    return {name: (1,) * (most - len(batch)) + batch for name, batch in found.items()}
 
 
 @settings(max_examples=100)

@@ -194,6 +194,10 @@ class Backend:
         """Whether the library records this call in order to differentiate it."""
         return False
 
+    def may_differentiate(self, *arrays: Array | None) -> bool:
+        """Whether this call may be differentiated, by whatever means: True where none can tell."""
+        return self.needs_gradient(*arrays)
+
     def safe_scores(self, query: Array, key: Array) -> Array:
         """Return the scores, with derivatives that do not feel what stands in masked pairs."""
         return self.ops.scores(query, key)

@@ -95,6 +95,10 @@ class TorchBackend(Backend):
             isinstance(array, torch.Tensor) and array.requires_grad for array in arrays
         )
 
+    def may_differentiate(self, *arrays: Array | None) -> bool:
+        # Within a transform, what an outer one differentiates need not show.
+        return transforming() or self.needs_gradient(*arrays)
+
     def safe_scores(self, query: Array, key: Array) -> Array:
         if not self.needs_gradient(query, key):
             return self.ops.scores(query, key)

@@ -54,8 +54,8 @@ def conform(args: Namespace) -> int:
             )
     except ImplementationError as error:
         raise CommandError(str(error)) from error
+    write_reports(report, args.report)  # first: whoever reads the text may leave early
     print(report)
-    write_reports(report, args.report)
     return 0 if report.ok else 1
 
 

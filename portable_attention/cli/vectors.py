@@ -44,6 +44,6 @@ def check(args: Namespace) -> int:
         )
     except VectorsError as error:
         raise CommandError(str(error)) from error
+    write_reports(report, args.report)  # first: whoever reads the text may leave early
     print(report)
-    write_reports(report, args.report)
     return 0 if report.ok else 1

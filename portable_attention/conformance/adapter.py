@@ -50,6 +50,7 @@ class Adapter:
         """Return what can be said of the implementation without calling it."""
         return {
             "keywords": keywords_of(self.function),
+            "own_vjp": self.vjp is not None,
             "gradients": self.vjp is not None or self.library.name in ("torch", "jax"),
             "library": f"{self.library.name} {self.library.version}",
             "device": self.library.device,
@@ -153,7 +154,7 @@ class Adapter:
         kind = _array_class(self.library.name)
         # A masked array or a matrix is a NumPy array, too, and behaves as none.
         if not isinstance(result, kind) or (kind is np.ndarray and type(result) is not kind):
-            told = f"{type(result).__module__}.{type(result).__qualname__}"
+            told = _short_name(type(result))
             problems.append(("arrays", f"{name} is {told}, not an array of {self.library.name}"))
             return None
         found = str(getattr(result, "dtype", None)).rpartition(".")[2]
@@ -182,6 +183,12 @@ class Adapter:
 
 class TimeLimit(BaseException):
     """Raised inside a call that takes too long, where it cannot be ended from outside."""
+
+
+def _short_name(kind: type) -> str:
+    """Return the name of a type as its users know it: list, torch.Tensor, pandas.DataFrame."""
+    package = kind.__module__.partition(".")[0]
+    return kind.__name__ if package == "builtins" else f"{package}.{kind.__name__}"
 
 
 def _pair(result: Any, wants_lse: bool) -> tuple[Any, Any]:

@@ -26,13 +26,13 @@ from portable_attention.conformance.generator import has_dtype
 from portable_attention.conformance.implementation import Implementation, name_of
 from portable_attention.conformance.judge import Finding, judge
 from portable_attention.conformance.oracle import steps_of
-from portable_attention.conformance.report import CaseResult
+from portable_attention.conformance.report import SHOWN, CaseResult
 from portable_attention.conformance.sessions import open_session
 from portable_attention.conformance.translation import translated, translated_back
 
 LIMIT: Final = 20.0  # seconds for a call: compilers and cold devices are slow
 _ENDS: Final = 3  # calls that may hang or crash before the rest is left
-_MINIMISED: Final = 5  # findings that are made small
+_MINIMISED: Final = 5  # findings that are made small, besides the first of each kind
 # What shows in behaviour and cannot be asked for in a call: not declaring it need not raise.
 _NOT_ASKED_FOR: Final = frozenset(
     ["nan-safety", "non-finite", "determinism", "gradients", "validation", "strides", "lse"]
@@ -83,11 +83,12 @@ class Holder:
         self.library: str = about["library"]
         self.device: str = about["device"]
         self.isolated = self._session.isolated
+        self._own_vjp: bool = about["own_vjp"]
         if not self.declared:
             asked = implied(about["keywords"], gradients=about["gradients"])
         self.capabilities = asked - left_out
         self._ends = 0
-        self._minimised = 0
+        self._minimised: list[str] = []  # the kinds of the findings that were made small
 
     def __enter__(self) -> Holder:
         return self
@@ -194,8 +195,9 @@ class Holder:
             return finding
         worst = finding
         small = case.check != "refusal" and self._ends == 0
-        if small and self._minimised < _MINIMISED:
-            self._minimised += 1
+        done = self._minimised
+        if small and len(done) < (_MINIMISED if finding.kind in done else SHOWN):
+            done.append(finding.kind)
 
             def wrong(smaller: Call) -> list[Finding]:
                 outcome = self._call(smaller)
@@ -207,7 +209,14 @@ class Holder:
             worst = next(iter(wrong(call)), finding) if call is not trial.failing else finding
         lse = call.lse and "lse" in self.capabilities
         text = reproduce.code(
-            self.name, self.backend, case, self._asked(call), worst.message, self.conventions, lse
+            self.name,
+            self.backend,
+            case,
+            self._asked(call),
+            worst.message,
+            self.conventions,
+            lse,
+            self._own_vjp,
         )
         return replace(finding, code=text)
 

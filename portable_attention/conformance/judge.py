@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -20,6 +21,10 @@ _COUNTING_RULES = frozenset(["block-size", "splitting-a-call", "merge-states", "
 # In the plainest cases a wrong lse beside a right output breaks the rule of the lse; in the others
 # it breaks the rule that they are about.
 _PLAIN_RULES = frozenset(["order", "the-call", "shapes", "batch-axes", "scale", "accuracy"])
+
+
+# Numbers, and lists of them such as a shape; not those in names, such as float16.
+_NUMBERS = re.compile(r"(?<!\w)-?\d[\d.e+-]*(, -?\d[\d.e+-]*)*,?(?!\w)")
 
 
 @dataclass(frozen=True)
@@ -44,6 +49,9 @@ class Finding:
         Its error in units of the bound; infinite where one of them is not finite.
     code
         Python code that shows the fault.
+    kind
+        What is wrong, in words that are the same wherever it shows: by default those of the
+        message, without the numbers of the case. Findings of one kind are told as one.
     """
 
     case: str
@@ -55,6 +63,11 @@ class Finding:
     expected: float | None = None
     units: float | None = None
     code: str = field(default="", repr=False)
+    kind: str = field(default="", repr=False)
+
+    def __post_init__(self) -> None:
+        if not self.kind:
+            object.__setattr__(self, "kind", _NUMBERS.sub("#", self.message))
 
     def __str__(self) -> str:
         return f"{self.case}: {self.message} (docs/semantics.md#{self.rule})"
@@ -206,7 +219,13 @@ def judge_results(
             units[name] = float("inf")
             message = f"{name} has shape {found.shape}, not {answer.expected.shape}"
             findings.append(
-                Finding(case, "shapes" if name[:2] != "d_" else "derivatives", message, name)
+                Finding(
+                    case,
+                    "shapes" if name[:2] != "d_" else "derivatives",
+                    message,
+                    name,
+                    kind=f"{name} has a wrong shape",
+                )
             )
             continue
         error = accuracy.in_units(found, answer.expected, answer.bound)
@@ -241,7 +260,8 @@ def _worst(
         f"{name}{where} is {is_:.9g}, must be {must:.9g}{size}; "
         f"{wrong} of {error.size} numbers are wrong"
     )
-    return Finding(case, rule, message, name, index, is_, must, units)
+    kind = f"{rule}: {name} is wrong"
+    return Finding(case, rule, message, name, index, is_, must, units, kind=kind)
 
 
 def outcome_findings(case: str, rule: str, outcome: Outcome) -> Iterator[Finding]:

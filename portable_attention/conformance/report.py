@@ -16,7 +16,8 @@ from portable_attention.conformance.cases import Case
 from portable_attention.conformance.judge import Finding
 
 STATUSES: Final = ("passed", "failed", "refused", "not applicable", "not run")
-_SHOWN: Final = 12  # findings in the text
+SHOWN: Final = 12  # findings in the text
+_NAMED: Final = 4  # cases that have the same finding
 
 
 @dataclass(frozen=True)
@@ -110,6 +111,14 @@ class Report:
         return tuple(finding for result in self.results for finding in result.findings)
 
     @property
+    def distinct(self) -> tuple[tuple[Finding, ...], ...]:
+        """The findings, those that are the same together, each first in its plainest case."""
+        together: dict[str, list[Finding]] = {}
+        for finding in self.findings:
+            together.setdefault(finding.kind, []).append(finding)
+        return tuple(map(tuple, together.values()))
+
+    @property
     def ok(self) -> bool:
         """Whether nothing is wrong, and something was looked at."""
         return not self.findings and self.count("passed") > 0 and not self.count("not run")
@@ -149,28 +158,47 @@ class Report:
             if reasons := self._reasons(status):
                 lines.append(f"  {status}: {reasons}")
         if self.findings:
-            broken = Counter(finding.rule for finding in self.findings)
+            broken = Counter(rule for rule, _ in {(f.rule, f.case) for f in self.findings})
             lines.append("  rules broken, the likeliest cause first:")
-            lines += [f"    docs/semantics.md#{rule} ({broken[rule]})" for rule in self.rules]
-        for finding in self.findings[:_SHOWN]:
-            lines += ["", f"{finding}"]
-            if finding.code:
-                lines += [f"    {line}" for line in finding.code.splitlines()]
-        if len(self.findings) > _SHOWN:
-            lines += ["", f"... and {len(self.findings) - _SHOWN} more findings"]
+            lines += [
+                f"    docs/semantics.md#{rule} ({_counted(broken[rule], 'case')})"
+                for rule in self.rules
+            ]
+        distinct = self.distinct
+        for example, *others in distinct[:SHOWN]:
+            lines += ["", f"{example}"]
+            cases = list(dict.fromkeys(f.case for f in others if f.case != example.case))
+            if cases:
+                same = f"  the same in {_counted(len(cases), 'more case')}: "
+                lines.append(same + ", ".join(cases[:_NAMED] + ["..."] * (len(cases) > _NAMED)))
+            lines += [f"    {line}" for line in example.code.splitlines()]
+        if len(distinct) > SHOWN:
+            lines += ["", f"... and {_counted(len(distinct) - SHOWN, 'more finding')}"]
         return lines
 
     def _reasons(self, status: str) -> str:
         """Return why cases have a status, with the number of cases for each reason."""
-        counted: Counter[str] = Counter()
+        wanted: list[list[str]] = []
+        others: Counter[str] = Counter()
         for result in self.results:
             if result.status == status:
                 reason = result.why.partition(":")[0]
-                names = reason.removeprefix("needs ").split(", ")
-                counted.update(names if reason.startswith("needs ") else [reason])
-        needs = "for want of " if status == "not applicable" else ""
-        told = ", ".join(f"{reason} ({number})" for reason, number in counted.most_common())
-        return needs + told if told else ""
+                if reason.startswith("needs "):
+                    wanted.append(reason.removeprefix("needs ").split(", "))
+                else:
+                    others[reason] += 1
+        if status == "refused":
+            # Of several that a case needs, those are meant that are refused where they are alone.
+            alone = {names[0] for names in wanted if len(names) == 1}
+            wanted = [[n for n in names if n in alone] or names for names in wanted]
+        wanting = Counter(name for names in wanted for name in names)
+        told = [
+            ", ".join(f"{reason} ({number})" for reason, number in counted.most_common())
+            for counted in (wanting, others)
+        ]
+        if told[0] and status == "not applicable":
+            told[0] = "for want of " + told[0]
+        return "; ".join(filter(None, told))
 
     def _worst(self) -> tuple[float, str] | None:
         passed = [
@@ -212,6 +240,10 @@ class Report:
         from portable_attention.conformance.page import page
 
         return _written(page(self), path)
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _written(text: str, path: str | Path | None) -> str:

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from portable_attention.conformance.calls import INPUTS, Call
+from portable_attention.conformance.calls import DIFFERENTIABLE, INPUTS, Call
 from portable_attention.conformance.capabilities import Conventions
 from portable_attention.conformance.cases import Case, find
 from portable_attention.conformance.checks import CHECKS
@@ -123,6 +123,7 @@ def code(
     message: str,
     conventions: Conventions,
     lse: bool,
+    own_vjp: bool = False,
 ) -> str:
     """Return Python code that makes a call and says what is wrong with it.
 
@@ -138,6 +139,8 @@ def code(
         Those of the implementation: it is called as they are.
     lse
         Whether the lse is asked for.
+    own_vjp
+        Whether its gradients are its own, and not those of the library's differentiation.
     """
     own = translated(call, conventions)
     arrays = {**own.arrays, **own.cotangents}
@@ -165,10 +168,15 @@ def code(
     for array_name, array in arrays.items():
         shown = _literal(array) if literal else None
         lines.append(f"{array_name} = {_as_array(array_name, array, shown, backend)}")
-    lines += _called(name, own, lse)
+    if own.cotangents:
+        lines += _differentiated(name, own, "" if own_vjp else backend)
+    else:
+        result = "output, lse" if lse else "output"
+        lines += [f"{result} = {_call_of(name, own, lse)}", f"print({result})"]
     text = "\n".join([*imports, *_import_of(name), "", *lines, f"# {message}"])
     for module, mark in (
         ("import ml_dtypes", "ml_dtypes."),
+        ("import jax", "jax.vjp"),
         ("import jax.numpy as jnp", "jnp."),
         ("import torch", "torch."),
         ("import numpy as np", " np."),
@@ -178,19 +186,35 @@ def code(
     return text
 
 
-def _called(name: str, own: Call, lse: bool) -> list[str]:
-    """Return the lines that make the call."""
+def _call_of(name: str, own: Call, lse: bool) -> str:
+    """Return the expression that makes the call."""
     options = [f"{n}={n}" for n in own.arrays if n not in INPUTS]
     options += [f"{n}={_option(n, given)}" for n, given in own.options.items()]
     options += ["return_lse=True"] if lse else []
     called = ", ".join([*INPUTS, *options])
     function = name.rpartition(":")[2].rpartition(".")[2]
-    function = function if function.isidentifier() else "function"
-    if own.cotangents:
-        upstream = " and ".join(own.cotangents)
-        return [f"# the gradients of {function}({called}) with {upstream}"]
-    result = "output, lse" if lse else "output"
-    return [f"{result} = {function}({called})", f"print({result})"]
+    return f"{function if function.isidentifier() else 'function'}({called})"
+
+
+def _differentiated(name: str, own: Call, backend: str) -> list[str]:
+    """Return the lines that make the call and differentiate it, where a library does that."""
+    called = _call_of(name, own, "d_lse" in own.cotangents)
+    inputs = ", ".join(n for n in DIFFERENTIABLE if n in own.arrays)
+    upstream = ", ".join(own.cotangents)
+    results = upstream.replace("d_", "")
+    if backend == "torch":
+        return [
+            f"inputs = [array.requires_grad_() for array in ({inputs})]",
+            f"{results} = {called}",
+            f"print(torch.autograd.grad([{results}], inputs, [{upstream}], allow_unused=True))",
+        ]
+    if backend == "jax":
+        pulled = f"({upstream})"
+        return [
+            f"results, pullback = jax.vjp(lambda {inputs}: {called}, {inputs})",
+            f"print(pullback({pulled}))",
+        ]
+    return [f"# the gradients of {called} with {upstream}"]
 
 
 def _import_of(name: str) -> list[str]:

@@ -24,7 +24,7 @@ from portable_attention.conformance.translation import translated_back
 MANIFEST: Final = "manifest.json"
 FORMAT: Final = "portable_attention vectors 1"
 # What checks beside plain calls do to a call cannot be written to a file.
-_WRITTEN: Final = frozenset(["call", "same-bits", "neighbours", "rows-alone", "decoding"])
+WRITTEN: Final = frozenset(["call", "same-bits", "neighbours", "rows-alone", "decoding"])
 RESULTS: Final = ("output", "lse", "d_query", "d_key", "d_value", "d_bias", "d_sinks")
 
 
@@ -76,7 +76,7 @@ def write_vectors(
     """
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
-    chosen = [case for case in select(quick=quick, ids=cases) if case.check in _WRITTEN]
+    chosen = [case for case in select(quick=quick, ids=cases) if case.check in WRITTEN]
     entries = []
     for number, case in enumerate(chosen):
         entries.append(_write_case(folder, case))
@@ -193,21 +193,22 @@ def _judged(
             entry.case, entry.shows, entry.rule, entry.tags, status, why, units or {}, findings
         )
 
-    def wrong(message: str, rule: str = "") -> CaseResult:
-        return verdict("failed", findings=(Finding(entry.case, rule or entry.rule, message),))
+    def wrong(message: str, kind: str) -> CaseResult:
+        finding = Finding(entry.case, entry.rule, message, kind=kind)
+        return verdict("failed", findings=(finding,))
 
     stem = results / entry.file.removesuffix(".safetensors")
     files = [p for p in (stem.with_name(stem.name + s) for s in (".safetensors", ".npz"))
              if p.exists()]  # fmt: skip
     if not files:
         message = f"there is no file {entry.file} among the results"
-        return verdict("not applicable", "no results") if partial else wrong(message)
+        return verdict("not applicable", "no results") if partial else wrong(message, "no file")
     try:
         found, _ = read_arrays(files[0], frozenset(RESULTS))
     except Exception as error:  # whatever a damaged file makes of a reader
-        return wrong(f"{files[0].name} cannot be read: {error}")
+        return wrong(f"{files[0].name} cannot be read: {error}", "an unreadable file")
     if "output" not in found:
-        return wrong(f"{files[0].name} holds no output")
+        return wrong(f"{files[0].name} holds no output", "no output")
     must = _expected(vectors, entry, conventions)
     call = find(entry.case).call()
     gradients = {name[2:]: array for name, array in found.items() if name.startswith("d_")}

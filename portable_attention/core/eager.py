@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from portable_attention.backends import Array, Backend
+from portable_attention.backends.base import dtype_name
 from portable_attention.core import masking, plan, tile
 from portable_attention.core.dropout import kept as kept_pairs
 from portable_attention.core.dropout import row_keys
@@ -191,6 +192,9 @@ class Part:
 def run(call: Call, dtype: Any) -> tuple[Array, Array]:
     """Return the output (*batch, Hkv, G, Lq, Dv) and the lse (*batch, Hkv, G, Lq) of a call."""
     problem, backend = call.problem, call.backend
+    operands = {name: getattr(call, name) for name in ("query", "key", "value", "bias", "sinks")}
+    if backend.may_differentiate(*operands.values()):
+        call = widened(call, operands)
     (block_q, block_k), capacity = plan.batching(problem, backend.score_budget(call.device))
     cuts = plan.cuts((*problem.batch, problem.kv_heads), capacity)
     outputs, lses = [], []
@@ -203,6 +207,22 @@ def run(call: Call, dtype: Any) -> tuple[Array, Array]:
         outputs.append(backend.astype(join(backend, [piece[0] for piece in pieces], -2), dtype))
         lses.append(join(backend, [piece[1] for piece in pieces], -1))
     return assemble(backend, outputs, cuts), assemble(backend, lses, cuts)
+
+
+def widened(call: Call, operands: dict[str, Array | None]) -> Call:
+    """Return the call with what is of half precision widened as a whole, not tile by tile.
+
+    Automatic differentiation then sums the gradients of the tiles in the dtype of the scores, and
+    rounds each sum once, in the derivative of this cast.
+    """
+    backend = call.backend
+    dtype = backend.dtype(call.problem.compute_dtype)
+    wider = {
+        name: backend.astype(array, dtype)
+        for name, array in operands.items()
+        if array is not None and dtype_name(array) in ("float16", "bfloat16")
+    }
+    return replace(call, **wider)
 
 
 def attend_rows(part: Part, rows: tuple[int, int], block_k: int) -> tuple[Array, Array]:

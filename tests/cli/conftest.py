@@ -66,6 +66,30 @@ def run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., Arr
     return run
 
 
+@pytest.fixture
+def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Run a command that must be refused, and return what it said."""
+
+    def refused(*argv: object) -> str:
+        before = {path.name for path in tmp_path.iterdir()}
+        status = main([str(argument) for argument in argv])
+        captured = capsys.readouterr()
+        assert status == 2
+        assert captured.out == ""
+        assert captured.err.startswith("portable-attention: error: ")
+        assert captured.err.count("\n") == 1
+        assert "Traceback" not in captured.err
+        assert {path.name for path in tmp_path.iterdir()} == before
+        return captured.err
+
+    return refused
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    return tmp_path / "out.safetensors"
+
+
 def read(path: Path) -> Arrays:
     """Return the arrays of a file."""
     if path.suffix == ".npz":

@@ -12,7 +12,7 @@ from portable_attention.conformance.calls import Call
 from portable_attention.conformance.judge import answers, judge_results
 
 from .variations import HalfWeights, LateHalfWeights, SequentialSums, TwoPass
-from .zoo import tf32
+from .zoo.faults import tf32
 
 DTYPES = {
     "float16": np.float16,

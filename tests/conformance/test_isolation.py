@@ -14,10 +14,10 @@ import pytest
 from portable_attention import attention, attention_vjp
 from portable_attention.conformance import ImplementationError, conform, discover
 
-from . import zoo
+from .zoo import manners
 
 posix = pytest.mark.skipif(sys.platform == "win32", reason="needs a POSIX system")
-HERE = "tests.conformance.zoo"
+HERE = "tests.conformance.zoo.manners"
 
 
 def held(function, **options):
@@ -29,7 +29,7 @@ def held(function, **options):
 @pytest.mark.parametrize("isolate", [None, False])
 def test_a_call_that_does_not_return(isolate):
     start = time.perf_counter()
-    report = held(zoo.never_returns, isolate=isolate, time_limit=0.5)
+    report = held(manners.never_returns, isolate=isolate, time_limit=0.5)
     assert not report.ok
     assert "did not return within 1.5 s" in report.findings[0].message, "the first may take longer"
     assert "did not return within 0.5 s" in report.findings[1].message
@@ -41,7 +41,7 @@ def test_a_call_that_does_not_return(isolate):
 @posix
 def test_discovery_of_what_does_not_return():
     start = time.perf_counter()
-    found = discover(zoo.never_returns, time_limit=0.5)
+    found = discover(manners.never_returns, time_limit=0.5)
     assert not found.capabilities
     assert "hung or crashed" in str(found)
     assert time.perf_counter() - start < 30
@@ -49,14 +49,14 @@ def test_discovery_of_what_does_not_return():
 
 @posix
 def test_a_call_that_does_not_return_and_runs_no_python_code():
-    report = held(zoo.never_returns_from_c, time_limit=0.5)
+    report = held(manners.never_returns_from_c, time_limit=0.5)
     assert "did not return" in report.findings[0].message
 
 
 @posix
 @pytest.mark.parametrize(
     ("function", "says"),
-    [(zoo.ends_the_interpreter, "exit status 3"), (zoo.aborts, "SIGABRT")],
+    [(manners.ends_the_interpreter, "exit status 3"), (manners.aborts, "SIGABRT")],
     ids=["exit", "abort"],
 )
 def test_a_call_that_ends_the_interpreter(function, says):
@@ -67,12 +67,12 @@ def test_a_call_that_ends_the_interpreter(function, says):
 
 @pytest.mark.parametrize("isolate", [None, False])
 def test_a_call_that_exits(isolate):
-    report = held(zoo.exits, isolate=isolate)
+    report = held(manners.exits, isolate=isolate)
     assert "SystemExit: no attention today" in report.findings[0].message
 
 
 @posix
-@pytest.mark.parametrize("function", [zoo.prints_megabytes, zoo.closes_stdout])
+@pytest.mark.parametrize("function", [manners.prints_megabytes, manners.closes_stdout])
 def test_what_is_written_goes_nowhere(function, capfd):
     report = held(function)
     assert report.ok, str(report)
@@ -82,7 +82,7 @@ def test_what_is_written_goes_nowhere(function, capfd):
 @posix
 def test_arrays_of_another_library():
     pytest.importorskip("torch", reason="needs torch")
-    report = held(zoo.of_another_library, time_limit=60.0)
+    report = held(manners.of_another_library, time_limit=60.0)
     assert report.rule == "arrays"
     assert "torch.Tensor" in report.findings[0].message
 

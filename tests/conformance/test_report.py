@@ -72,6 +72,63 @@ def test_a_finding_has_its_worst_element_in_units(failed):
     assert len(finding.index) == 4
 
 
+def as_lists(query, key, value):
+    """A fault that hits every case in the same words."""
+    return attention(query, key, value).tolist()
+
+
+def shape_told(query, key, value, *, causal=False, mask=None):
+    """A fault that hits every case of masks with other numbers in its message."""
+    if mask is not None:
+        raise RuntimeError(f"no kernel for a mask of shape {mask.shape}")
+    return attention(query, key, value, causal=causal, query_offset="start" if causal else None)
+
+
+def test_what_hits_many_cases_is_said_once_with_their_number():
+    report = conform(as_lists, isolate=False, quick=True, cases=["plain", "shapes", "tiles"])
+    cases = dict.fromkeys(finding.case for finding in report.findings)
+    assert len(cases) > 10
+    text = str(report)
+    assert text.count(" (docs/semantics.md#arrays)") == 1
+    assert f"docs/semantics.md#arrays ({len(cases)} cases)" in text
+    assert f"the same in {len(cases) - 1} more cases" in text
+    first, second, *_ = cases
+    assert f"{first}: output is list, not an array of numpy" in text
+    assert second in text, "some of the others are named"
+    assert text.count("import numpy as np") == 1, "one example"
+    assert len(text.splitlines()) < 25
+
+
+def test_numbers_and_shapes_do_not_make_another_finding_of_it():
+    report = conform(shape_told, isolate=False, quick=True, cases=["mask"])
+    assert len({finding.message for finding in report.findings}) > 2
+    assert str(report).count("no kernel for a mask of shape") == 2, "once said, once in the code"
+
+
+def two_faults(query, key, value, *, mask=None, bias=None):
+    """The second comes after the first has hit many cases."""
+    output = attention(query, key, value, mask=mask, bias=bias)
+    return output if mask is None and bias is None else -output if bias is None else 2 * output
+
+
+def test_a_second_finding_is_said_after_many_cases_of_the_first():
+    report = conform(two_faults, isolate=False, quick=True, cases=["mask", "bias"])
+    assert sum(finding.rule.startswith("mask") for finding in report.findings) > 12
+    said = str(report).split("\n\n")[1:]
+    rules = [re.search(r"semantics.md#([\w-]+)\)", example)[1] for example in said]
+    assert rules == list(report.rules), "each rule once: the same number is wrong in all its cases"
+    assert "bias" in rules
+    for example in said:  # not those of the first five findings alone, which are all the same
+        assert len(re.findall(r"-?\d+\.\d+", example)) < 40, example
+
+
+def test_nothing_is_left_unsaid_or_said_twice(failed):
+    said = [finding for found in failed.distinct for finding in found]
+    assert sorted(map(str, said)) == sorted(map(str, failed.findings))
+    kinds = [found[0].kind for found in failed.distinct]
+    assert len(kinds) == len(set(kinds)) < len(failed.findings) / 2
+
+
 def test_json_says_all(failed, tmp_path):
     text = failed.to_json(tmp_path / "report.json")
     data = json.loads((tmp_path / "report.json").read_text())
@@ -148,6 +205,21 @@ def test_keywords_speak_for_a_function_that_declares_nothing():
     assert report.count("refused") > 3
 
 
+def test_what_was_refused_is_not_what_else_the_case_needs():
+    """Grouped heads in float16 are refused for the heads, where float16 alone is taken."""
+
+    def without_groups(query, key, value, **options):
+        if query.ndim > 2 and query.shape[-3] != key.shape[-3]:
+            raise ValueError("as many heads, please")
+        return attention(query, key, value, **options)
+
+    report = conform(without_groups, isolate=False, quick=True)
+    reasons = {result.why.partition(":")[0] for result in report.results}
+    assert "needs float16, gqa" in reasons
+    assert "needs gqa" in reasons
+    assert f"refused: gqa ({report.count('refused')})\n" in str(report)
+
+
 def test_the_fingerprint_of_the_library():
     found = discover(attention, vjp=attention_vjp, isolate=False)
     assert found.conventions == Conventions()
@@ -220,6 +292,42 @@ def test_the_code_of_large_calls_takes_them_from_the_cases(backend, conventions)
     assert "cases.find(" in finding.code
     assert len(finding.code) < 1500
     exec(finding.code, {"print": lambda *what: None})
+
+
+def value_counts_twice(query, key, value, **options):
+    """The output is right, the gradient of the values is twice as large, on PyTorch and JAX."""
+    if isinstance(value, np.ndarray):
+        return attention(query, key, value, **options)
+    if hasattr(value, "detach"):
+        return attention(query, key, 2 * value - value.detach(), **options)
+    from jax import lax
+
+    return attention(query, key, 2 * value - lax.stop_gradient(value), **options)
+
+
+@pytest.mark.parametrize("case", ["gradient/plain", "gradient/sinks", "gradient/empty-rows"])
+@pytest.mark.parametrize("backend", ["torch", "jax"])
+def test_the_code_of_a_gradient_runs_and_shows_the_fault(backend, case):
+    pytest.importorskip(backend, reason=f"needs {backend}")
+    report = conform(value_counts_twice, backend=backend, cases=[case], isolate=False)
+    (finding,) = report.findings
+    assert finding.part == "d_value"
+    printed = []
+    names: dict = {"print": printed.append}
+    exec(finding.code, names)
+
+    def those(*of):
+        found = {name: names[name] for name in of if name in names}
+        return {n: np.asarray(a.detach() if backend == "torch" else a) for n, a in found.items()}
+
+    call = Call(
+        those("query", "key", "value", "mask", "bias", "sinks"),
+        cotangents=those("d_output", "d_lse"),
+    )
+    (pulled,) = printed
+    right = answers(call)
+    np.testing.assert_allclose(pulled[0], right["d_query"].expected, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(pulled[2], 2 * right["d_value"].expected, rtol=1e-4, atol=1e-6)
 
 
 def test_code_of_bfloat16_and_of_special_numbers_runs():

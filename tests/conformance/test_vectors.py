@@ -88,6 +88,14 @@ def test_what_is_missing_or_damaged_is_told(vectors, results):
     assert len(told) == 3
     report = check_results(results, vectors, partial=True)
     assert {finding.case for finding in report.findings} == {"scale/given", "scale/negative"}
+    assert "not applicable: no results (1)" in str(report)
+
+
+def test_a_program_that_wrote_nothing_is_told_so_once(vectors, tmp_path):
+    report = check_results(tmp_path, vectors)
+    assert len(report.findings) == len(report.results)
+    assert str(report).count("there is no file") == 1
+    assert f"the same in {len(report.results) - 1} more cases" in str(report)
 
 
 def test_results_may_be_npz_files(vectors, tmp_path):

@@ -51,6 +51,20 @@ def test_a_kernel_that_does_not(kernel, capsys):
     assert "docs/semantics.md#scale" in told
 
 
+def test_the_report_is_written_whoever_reads_the_text(kernel, tmp_path):
+    """As in `portable-attention conform ... | head -1`."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "portable_attention", "conform", f"{kernel}:wrong"]
+    report = tmp_path / "report.html"
+    subprocess.run(
+        [*command, "--case", "scale", "--report", str(report)], stdout=writer, check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    os.close(writer)
+    assert "does not conform" in report.read_text(encoding="utf-8")
+
+
 def test_discovery(kernel, capsys):
     assert main(["conform", f"{kernel}:attention", "--discover", "--no-isolation"]) == 0
     told = capsys.readouterr().out
