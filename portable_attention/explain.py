@@ -212,7 +212,11 @@ def _tiling(call: Call) -> tuple[str, tuple[int, int], int, int]:
         )
         workers = usable_threads()
     else:
-        tile, capacity = plan.batching(problem, backend.score_budget(call.device))
+        budget = backend.score_budget(call.device)
+        if name == "scan":
+            tile, capacity = plan.scan_batching(problem, budget, limited=bool(call.limits.items()))
+        else:
+            tile, capacity = plan.batching(problem, budget)
         kv_heads = math.prod((*problem.batch, problem.kv_heads))
         together, workers = min(capacity, kv_heads) * problem.groups, 1
     queries, keys = tile

@@ -129,6 +129,65 @@ def test_vmap_over_the_bias_alone(backend: Backend):
         assert_accurate(item, None, reference_of(**inputs, bias=own_bias))
 
 
+def test_vmap_over_lengths_that_differ(backend: Backend):
+    """Tiles that one item skips, another reaches in part and a third has whole."""
+    inputs = make_inputs(batch=(4,), queries=12, keys=12)
+    lengths = np.array([0, 3, 7, 12])
+    options = {"causal": True, "window": (6, 0), "block_size": (4, 3)}
+    found = jax.vmap(lambda own, length: attention(**own, key_lengths=length, **options))(
+        placed(backend, inputs), jnp.asarray(lengths)
+    )
+    reference = reference_of(**inputs, causal=True, window=(6, 0), key_lengths=lengths)
+    assert_accurate(np.asarray(found), None, reference)
+
+
+def test_vmap_chooses_one_way_for_all(backend: Backend):
+    """Whatever is mapped: no branch becomes a selection between the results of all of them.
+
+    But one in the way that calls with NaN or infinities take, tile by tile.
+    """
+    inputs = placed(backend, make_inputs(batch=(3,)))
+    lengths = jnp.asarray([7, 0, 3])
+
+    def call(own, length):
+        return attention(**own, causal=True, query_offset=2, key_lengths=length, block_size=(3, 2))
+
+    plain = jax.make_jaxpr(call)({name: array[0] for name, array in inputs.items()}, lengths[0])
+    mapped = jax.make_jaxpr(jax.vmap(call))(inputs, lengths)
+    assert str(mapped).count("cond[") == str(plain).count("cond[") - 1
+
+
+@pytest.mark.parametrize("where", ["key", "value"])
+def test_vmap_with_garbage_in_one_item(backend: Backend, where):
+    """Behind the valid keys, where it is not felt: nor by the others, nor in any gradient."""
+    inputs = make_inputs(batch=(3,), keys=9)
+    inputs[where][1, :, 5:] = np.nan
+    inputs[where][2, :, 5] = np.inf
+    lengths = np.array([9, 5, 5])
+
+    def loss(own, length):
+        return (attention(**own, key_lengths=length, block_size=(3, 2)) ** 2).sum()
+
+    own = placed(backend, inputs)
+    found = jax.vmap(lambda own, n: attention(**own, key_lengths=n, block_size=(3, 2)))(
+        own, jnp.asarray(lengths)
+    )
+    assert_accurate(np.asarray(found), None, reference_of(**inputs, key_lengths=lengths))
+    gradients = jax.vmap(jax.grad(loss))(own, jnp.asarray(lengths))
+    clean = {name: np.nan_to_num(array, posinf=0.0) for name, array in inputs.items()}
+    expected = jax.vmap(jax.grad(loss))(placed(backend, clean), jnp.asarray(lengths))
+    for name, gradient in expected.items():
+        np.testing.assert_allclose(gradients[name], gradient, rtol=1e-5, atol=1e-6)
+
+
+def test_huge_values_among_ordinary_numbers(backend: Backend):
+    """Their sums would overflow: such a call does not go the short way."""
+    inputs = make_inputs(dtype="float32", keys=12)
+    inputs["value"] = np.full_like(inputs["value"], 3e38)
+    found = attend(backend, **inputs, jit=True, block_size=(3, 4))
+    assert_accurate(*found, reference_of(**inputs))
+
+
 def test_gradient_under_jit_and_of_vmap(backend: Backend):
     arguments = {**make_inputs(heads=4, key_heads=2), **restrictions(heads=4)["mask"]}
     plain = gradients_of(backend, arguments, ["query", "key", "value"])

@@ -41,6 +41,19 @@ def within_limits(limits: Limits, rows: Array, columns: Array) -> list[Array]:
     return conditions
 
 
+def rows_within(limits: Limits, rows: Array, key_length: int, xp: Any) -> Array:
+    """Return which of the rows (q, 1) may attend any of the keys."""
+    first, stop = xp.zeros_like(rows), xp.full_like(rows, key_length)
+    if limits.low is not None:
+        first = xp.maximum(first, rows + limits.low)
+    if limits.high is not None:
+        stop = xp.minimum(stop, rows + limits.high)
+    if limits.key_length is not None:
+        stop = xp.minimum(stop, limits.key_length)
+    found = first < stop
+    return found if limits.query_length is None else found & (rows < limits.query_length)
+
+
 def both(conditions: Iterable[Array | None]) -> Array | None:
     """Return the conjunction of conditions that broadcast together; None means all allowed."""
     present = [condition for condition in conditions if condition is not None]

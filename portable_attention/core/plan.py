@@ -22,6 +22,11 @@ BLOCK = 512
 # The same on two cores with AVX-512 (1 MiB of L2 each), where the blocks of OpenBLAS's products
 # count as well: within 3 % of one another from 512 x 256 to 1366 x 256, this is in the middle.
 HOST_ROWS, HOST_KEYS = 640, 320
+# Under jax.jit on two cores of an AMD EPYC (Zen 4), 1 x 8 x 4096 x 64: tiles of 1024 x 512 for two
+# heads took 0.92 to 0.96 of the time of 512 x 512 for four, forwards and with gradients. At a
+# diagonal they lose more than that, with keys that no row of the tile's upper half reaches.
+_TALL_ROWS = 1024
+_PROCESSOR = 1 << 20  # the budget of a tile in the caches of a processor
 _WINDOW_ROWS = 128
 FEW_ROWS = 32
 # Numbers of the right factor at most, so that blocks of 24 rows (of those in columns) and of 16
@@ -38,9 +43,9 @@ _ALIGNED = 16  # numbers in a vector
 Index = tuple[slice, ...]  # into (*batch, Hkv, G)
 
 
-def block_sizes(problem: Problem, rows_cap: int = BLOCK) -> tuple[int, int]:
+def block_sizes(problem: Problem, rows: int = BLOCK) -> tuple[int, int]:
     """Return how many queries and keys make a tile; no more than there are."""
-    queries, keys = problem.block_size or (min(BLOCK, rows_cap), BLOCK)
+    queries, keys = problem.block_size or (rows, BLOCK)
     return min(queries, max(problem.query_length, 1)), min(keys, max(problem.key_length, 1))
 
 
@@ -80,11 +85,18 @@ def _even(length: int, largest: int) -> int:
     return size if count == 1 else -(-size // _ALIGNED) * _ALIGNED
 
 
-def batching(problem: Problem, budget: int) -> tuple[tuple[int, int], int]:
+def batching(problem: Problem, budget: int, most_rows: int = BLOCK) -> tuple[tuple[int, int], int]:
     """Return the size of a tile, and how many key/value heads make tiles of `budget` scores."""
     keys = block_sizes(problem)[1]
-    queries, keys = block_sizes(problem, max(16, budget // (problem.groups * keys)))
+    rows = min(most_rows, max(16, budget // (problem.groups * keys)))
+    queries, keys = block_sizes(problem, rows)
     return (queries, keys), capacity(budget, problem.groups * queries * keys)
+
+
+def scan_batching(problem: Problem, budget: int, *, limited: bool) -> tuple[tuple[int, int], int]:
+    """Return the same for a compiled loop; `limited` where positions decide what is allowed."""
+    tall = budget <= _PROCESSOR and not limited
+    return batching(problem, budget, _TALL_ROWS if tall else BLOCK)
 
 
 def cuts(sizes: tuple[int, ...], capacity: int) -> list[list[slice]]:

@@ -4,18 +4,22 @@ The trace does not grow with the lengths. Both bodies are checkpointed, so that 
 nothing of the size of the scores. A ragged last tile is a whole tile that starts earlier; what it
 shares with the one before is masked (keys) or computed twice and dropped (rows), so that nothing
 is padded or copied.
+
+What keeps NaN, infinities and huge values where they belong costs passes over the scores. It is
+compiled beside a way without it, which is taken where all numbers of a call are ordinary.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from portable_attention.backends import Array
 from portable_attention.backends.namespace import jax_backend
@@ -25,6 +29,18 @@ from portable_attention.core.dropout import kept as kept_pairs
 from portable_attention.core.dropout import row_keys
 from portable_attention.core.eager import scale_query
 from portable_attention.core.problem import Call, Limits, Problem
+from portable_attention.core.scan_operands import (
+    Operand,
+    all_finite,
+    operand,
+    true_for_all,
+    unite,
+)
+
+# Of a block of rows, reverse mode keeps the last state. It is as small as the output, and saves
+# making the sums of values again: 8 in place of 9 products a tile.
+_STATE = "softmax state"
+_KEPT = jax.checkpoint_policies.save_only_these_names(_STATE)
 
 
 def run(call: Call, dtype: Any) -> tuple[Array, Array]:
@@ -58,47 +74,18 @@ def run_backward(call: Call, given: Cotangents) -> dict[str, Array]:
     return dict(found)
 
 
-class _Operand(NamedTuple):
-    """An array with (*batch, Hkv) as one axis, or the items of it that differ."""
-
-    array: Array  # (n, G, rows, columns)
-    table: np.ndarray[Any, Any] | None  # which of the n each head reads; None: its own
-
-    def chunk(self, first: Array, count: int) -> Array:
-        if self.array.shape[0] == 1:
-            return self.array
-        if self.table is None:
-            return lax.dynamic_slice_in_dim(self.array, first, count)
-        numbers = lax.dynamic_slice_in_dim(jnp.asarray(self.table), first, count)
-        return jnp.take(self.array, numbers, axis=0)
-
-
-def _operand(array: Array | None, problem: Problem) -> _Operand | None:
-    array = jax_backend().whole(array)
-    if array is None:
-        return None
-    full = (*problem.batch, problem.kv_heads)
-    lead = array.shape[:-3]
-    lead = (*([1] * (len(full) - len(lead))), *lead)
-    count = int(np.prod(lead))
-    flat = jnp.reshape(array, (count, *array.shape[-3:]))
-    numbers = np.arange(count, dtype=np.int32).reshape(lead)
-    table = np.broadcast_to(numbers, full).ravel()
-    return _Operand(flat, None if table.size == count else table)
-
-
 @partial(jax.jit, static_argnums=(0, 1))
 def _compiled(
     problem: Problem, dtype: str, arrays: dict[str, Array | None], limits: dict[str, Array]
 ) -> tuple[Array, Array]:
     schedule = _Schedule(problem, arrays, limits)
     _, (output, lse) = lax.scan(
-        jax.checkpoint(schedule.rows, prevent_cse=False),
+        jax.checkpoint(schedule.rows, prevent_cse=False, policy=_KEPT),
         None,
         jnp.arange(schedule.steps, dtype=jnp.int32),
     )
-    output = schedule.unite(output).astype(dtype)
-    lse = schedule.unite(lse[..., jnp.newaxis])
+    output = unite(output, schedule.heads, problem).astype(dtype)
+    lse = unite(lse[..., jnp.newaxis], schedule.heads, problem)
     shape = problem.output_shape
     return jnp.reshape(output, shape), jnp.reshape(lse, shape[:-1])
 
@@ -115,27 +102,34 @@ class _Schedule:
         # Widened as a whole, not tile by tile: the gradients of the tiles are summed in this dtype.
         arrays = {name: self._widened(name, array) for name, array in arrays.items()}
         self.operands = {
-            name: _operand(array, problem) for name, array in arrays.items() if name != "seed"
+            name: operand(array, problem) for name, array in arrays.items() if name != "seed"
         }
         # A limit without batch axes is one number for every head.
         self.limits = {
-            name: limit if limit.ndim == 0 else _operand(limit, problem)
+            name: limit if limit.ndim == 0 else operand(limit, problem)
             for name, limit in limits.items()
         }
         self.seed = arrays["seed"]
-        value: Array = arrays["value"]
-        self.values_finite = jnp.all(jnp.isfinite(value))
+        value: Array = self.backend.whole(arrays["value"])
+        factor = lax.stop_gradient(masking.value_factor(self.backend, value, self.dtype))
+        finite = {name: all_finite(arrays[name]) for name in ("query", "key", "value")}
+        self.values_finite = true_for_all(finite["value"])
+        self.ordinary = true_for_all(
+            finite["query"] & finite["key"] & finite["value"] & jnp.all(factor == 1.0)
+        )
+        self.operands["plain value"] = self.operands["value"]
         # What a weight is worth as a derivative does not depend on the value, not even on NaN.
         # (Outside of the scan, because a scan differentiated twice drops derivative rules.)
-        self.operands["value"] = _operand(self.backend.as_finite(value), problem)
-        self.operands["infinite"] = _operand(lax.stop_gradient(value), problem)
-        factor = lax.stop_gradient(masking.value_factor(self.backend, value, self.dtype))
-        self.operands["factor"] = _operand(
+        self.operands["value"] = operand(self.backend.as_finite(value), problem)
+        self.operands["infinite"] = operand(lax.stop_gradient(value), problem)
+        self.operands["factor"] = operand(
             jnp.broadcast_to(factor, (*value.shape[:-2], 1, 1)), problem
         )
 
         budget = self.backend.score_budget(None)
-        (self.block_q, self.block_k), capacity = plan.batching(problem, budget)
+        (self.block_q, self.block_k), capacity = plan.scan_batching(
+            problem, budget, limited=bool(limits)
+        )
         self.heads = int(np.prod(problem.batch)) * problem.kv_heads
         self.chunk = _largest_divisor(self.heads, capacity)
         self.row_blocks = -(-problem.query_length // self.block_q)
@@ -157,12 +151,25 @@ class _Schedule:
 
     def rows(self, carry: None, step: Array) -> tuple[None, tuple[Array, Array]]:
         """Compute one block of rows for one chunk of heads."""
-        problem, backend = self.problem, self.backend
+        problem = self.problem
         first_head = step // self.row_blocks * self.chunk
         first_row = jnp.minimum(
             step % self.row_blocks * self.block_q, problem.query_length - self.block_q
         )
         block = _RowBlock(self, first_head, first_row)
+        found = lax.cond(
+            self.ordinary,
+            lambda: self.results(block, ordinary=True),
+            lambda: self.results(block, ordinary=False),
+        )
+        return carry, found
+
+    def results(self, block: _RowBlock, *, ordinary: bool) -> tuple[Array, Array]:
+        """Return output and lse of a block of rows.
+
+        In an `ordinary` call all inputs are finite and no sum of values can overflow.
+        """
+        problem, backend, first_row = self.problem, self.backend, block.first_row
         query = lax.dynamic_slice_in_dim(block.part("query"), first_row, self.block_q, axis=-2)
         query, late_scale = scale_query(backend, query, problem)
 
@@ -172,14 +179,17 @@ class _Schedule:
             jnp.full(shape, -jnp.inf, self.dtype),
             jnp.zeros(shape, self.dtype),
         )
-        factor = block.part("factor")
+        factor = None if ordinary else block.part("factor")
         always = problem.key_length > 0 and not block.restricted
+        occupied = None if always else block.occupied()
+        count = not always and occupied is None
 
-        def visit(carried: Any, visited: Array) -> Any:
+        def visit(carried: Any, visited: Array, whole: bool = False) -> Any:
             state, occupied = carried
-            columns, allowed, kept = block.pairs(visited)
+            columns, allowed, kept = block.pairs(visited, whole=whole)
             key = block.keys("key", columns)
-            value = block.keys("value", columns) * factor
+            value = block.keys("plain value" if ordinary else "value", columns)
+            value = value if factor is None else value * factor
             bias = block.tile_of("bias", columns)
             scores = tile.tile_scores(
                 backend,
@@ -189,28 +199,33 @@ class _Schedule:
                 softcap=problem.softcap,
                 bias=masking.bias_block(backend, bias, self.dtype),
                 allowed=allowed,
+                finite=ordinary,
             )
             state = tile.update(backend, state, scores, value, kept)
-            if not always:
+            if count:
                 occupied = occupied | jnp.any(allowed, axis=-1, keepdims=True)
             return state, occupied
 
-        occupied = jnp.zeros(shape, bool)
-        state, occupied = block.over_keys(visit, (state, occupied))
+        whole = partial(visit, whole=True) if ordinary and not block.listed else None
+        counted = jnp.zeros(shape, bool) if count else None
+        state, counted = block.over_keys(visit, (state, counted), whole)
+        state = tile.SoftmaxState(*(checkpoint_name(part, _STATE) for part in state))
         output, lse = tile.finish(
             backend,
             state,
-            occupied=None if always else occupied,
+            occupied=counted if count else occupied,
             sinks=block.part("sinks"),
             keep_rate=1.0 - problem.dropout_rate,
         )
+        if factor is None:
+            return output, lse
         infinite = lax.cond(
             self.values_finite,
             lambda lse: jnp.zeros(output.shape, self.dtype),
             lambda lse: self.infinite_part(block, shape, lse),
             lse,
         )
-        return carry, (output / factor + infinite, lse)
+        return output / factor + infinite, lse
 
     def infinite_part(self, block: _RowBlock, shape: tuple[int, ...], lse: Array) -> Array:
         """Return what infinite and NaN values do to the rows that attend them."""
@@ -232,28 +247,6 @@ class _Schedule:
         positive, negative = block.over_keys(visit, (counts, counts))
         return masking.infinite_part(self.backend, positive, negative, lse)
 
-    def unite(self, blocks: Array) -> Array:
-        """Turn (steps, chunk, G, block_q, columns) into (heads, G, Lq, columns)."""
-        problem = self.problem
-        groups, columns = problem.groups, blocks.shape[-1]
-        count = self.heads // self.chunk
-        shape = (count, self.row_blocks, self.chunk, groups, self.block_q, columns)
-        blocks = jnp.moveaxis(jnp.reshape(blocks, shape), 1, 3)
-        blocks = jnp.reshape(blocks, (self.heads, groups, self.row_blocks, self.block_q, columns))
-        whole = problem.query_length // self.block_q
-        if whole == self.row_blocks:
-            return jnp.reshape(blocks, (self.heads, groups, problem.query_length, columns))
-        rest = problem.query_length - whole * self.block_q
-        return jnp.concatenate(
-            [
-                jnp.reshape(
-                    blocks[:, :, :whole], (self.heads, groups, whole * self.block_q, columns)
-                ),
-                blocks[:, :, whole, self.block_q - rest :],
-            ],
-            axis=2,
-        )
-
 
 class _RowBlock:
     """One block of rows of one chunk of heads: its part of every operand, and its loop."""
@@ -264,14 +257,14 @@ class _RowBlock:
         self.first_row = first_row
         self.row_numbers = (first_row + jnp.arange(schedule.block_q, dtype=jnp.int32))[:, None]
         self.limits = {
-            name: limit.chunk(first_head, schedule.chunk) if isinstance(limit, _Operand) else limit
+            name: limit.chunk(first_head, schedule.chunk) if isinstance(limit, Operand) else limit
             for name, limit in schedule.limits.items()
         }
         operands = schedule.operands
         self.ragged = schedule.problem.key_length % schedule.block_k != 0
-        self.restricted = bool(self.limits) or any(
-            operands[name] is not None for name in ("mask", "bias")
-        )
+        # Whether pairs are allowed one by one, not because of where they stand.
+        self.listed = any(operands[name] is not None for name in ("mask", "bias"))
+        self.restricted = bool(self.limits) or self.listed
         self.keys_of_rows = self._keys_of_rows()
 
     def part(self, name: str) -> Array | None:
@@ -292,13 +285,34 @@ class _RowBlock:
             array = lax.dynamic_slice_in_dim(array, columns[0], self.schedule.block_k, axis=-1)
         return array
 
-    def pairs(self, visited: Array) -> tuple[Array, Array | None, Array | None]:
-        """Return the columns of a tile, and which of its pairs are allowed and kept."""
+    def occupied(self) -> Array | None:
+        """Return which rows may attend any key, or None where the pairs have to be looked at."""
+        if self.listed:
+            return None
+        length = self.schedule.problem.key_length
+        return masking.rows_within(Limits(**self.limits), self.row_numbers, length, jnp)
+
+    def pairs(
+        self, visited: Array, *, whole: bool = False
+    ) -> tuple[Array, Array | None, Array | None]:
+        """Return the columns of a tile, and which of its pairs are allowed and kept.
+
+        In a `whole` tile, all of them are allowed.
+        """
         schedule = self.schedule
         nominal = visited * schedule.block_k
         start = jnp.minimum(nominal, schedule.problem.key_length - schedule.block_k)
         columns = start + jnp.arange(schedule.block_k, dtype=jnp.int32)
-        allowed = masking.both(
+        allowed = None
+        if not whole:
+            allowed = self._allowed(columns, nominal)
+        kept = None
+        if self.keys_of_rows is not None:
+            kept = kept_pairs(self.keys_of_rows, columns, schedule.problem.dropout_rate)
+        return columns, allowed, kept
+
+    def _allowed(self, columns: Array, nominal: Array) -> Array | None:
+        return masking.both(
             [
                 columns >= nominal if self.ragged else None,
                 *masking.within_limits(Limits(**self.limits), self.row_numbers, columns),
@@ -306,13 +320,12 @@ class _RowBlock:
                 masking.not_masked(self.tile_of("bias", columns)),
             ]
         )
-        kept = None
-        if self.keys_of_rows is not None:
-            kept = kept_pairs(self.keys_of_rows, columns, schedule.problem.dropout_rate)
-        return columns, allowed, kept
 
-    def over_keys(self, visit: Any, initial: Any) -> Any:
-        """Run `visit(carried, tile number)` over the tiles that these rows may attend."""
+    def over_keys(self, visit: Any, initial: Any, whole: Any = None) -> Any:
+        """Run `visit(carried, tile number)` over the tiles that these rows may attend.
+
+        `whole` is the same for tiles in which all pairs are allowed.
+        """
         schedule = self.schedule
         if not schedule.visits:
             return initial
@@ -321,23 +334,29 @@ class _RowBlock:
             low = (self.limits["low"] + self.first_row) // schedule.block_k
             first = jnp.clip(low, 0, schedule.key_blocks - schedule.visits)
 
+        if not (self.limits or self.ragged):
+            whole = None  # as all of them are
+        ways = [visit] if whole is None else [visit, whole]
+        if self.limits:
+            ways.insert(0, lambda carried, _: carried)
+
         def body(carried: Any, step: Array) -> Any:
             visited = first + step
-            if not self.limits:
-                return visit(carried, visited), None
-            return lax.cond(
-                self._reaches(visited), visit, lambda carried, _: carried, carried, visited
-            ), None
+            chosen = jnp.int32(0)
+            if self.limits:
+                chosen += self._reaches(visited)
+            if whole is not None:
+                chosen += self._covers(visited)
+            return lax.switch(chosen, ways, carried, visited), None
 
         steps = jnp.arange(schedule.visits, dtype=jnp.int32)
         return lax.scan(jax.checkpoint(body, prevent_cse=False), initial, steps)[0]
 
     def _reaches(self, visited: Array) -> Array:
         """Whether any of the rows may attend any key of a tile."""
-        schedule = self.schedule
+        schedule, limits = self.schedule, self.limits
         start = visited * schedule.block_k
         last_row = self.first_row + schedule.block_q - 1
-        limits = self.limits
         needed = jnp.bool_(True)
         if "low" in limits:
             needed &= start + schedule.block_k > self.first_row + jnp.min(limits["low"])
@@ -347,7 +366,23 @@ class _RowBlock:
             needed &= start < jnp.max(limits["key_length"])
         if "query_length" in limits:
             needed &= self.first_row < jnp.max(limits["query_length"])
-        return needed
+        return ~true_for_all(~needed)
+
+    def _covers(self, visited: Array) -> Array:
+        """Whether all of the rows may attend all keys of a tile that they reach."""
+        schedule, limits = self.schedule, self.limits
+        start, stop = visited * schedule.block_k, (visited + 1) * schedule.block_k
+        last_row = self.first_row + schedule.block_q - 1
+        covered = stop <= schedule.problem.key_length
+        if "low" in limits:
+            covered &= start >= last_row + jnp.max(limits["low"])
+        if "high" in limits:
+            covered &= stop <= self.first_row + jnp.min(limits["high"])
+        if "key_length" in limits:
+            covered &= stop <= jnp.min(limits["key_length"])
+        if "query_length" in limits:
+            covered &= last_row < jnp.min(limits["query_length"])
+        return true_for_all(covered)
 
     def _keys_of_rows(self) -> tuple[Array, Array] | None:
         schedule = self.schedule

@@ -49,13 +49,17 @@ def tile_scores(
     softcap: float | None = None,
     bias: Array | None = None,
     allowed: Array | None = None,
+    finite: bool = False,
 ) -> Array:
     """Return the scores of a tile, -inf where a pair is not allowed.
 
     Masking is a selection and comes last: what stands in a pair that is not allowed is not felt.
+    `finite` says that query and key are known to be finite.
     """
     ops = backend.ops
-    scores, _ = capped_scores(backend, query, key, scale=scale, softcap=softcap, allowed=allowed)
+    scores, _ = capped_scores(
+        backend, query, key, scale=scale, softcap=softcap, allowed=allowed, finite=finite
+    )
     if bias is not None:
         scores = ops.add(scores, bias)
     if allowed is not None:
@@ -72,10 +76,11 @@ def capped_scores(
     softcap: float | None,
     allowed: Array | None,
     slope: bool = False,
+    finite: bool = False,
 ) -> tuple[Array, Array | None]:
     """Return the scores before bias and masking, and the derivative of the softcap if wanted."""
     ops = backend.ops
-    scores = backend.safe_scores(query, key)
+    scores = ops.scores(query, key) if finite else backend.safe_scores(query, key)
     if scale != 1.0:
         scores = ops.multiply(scores, scale)
     if softcap is None:
