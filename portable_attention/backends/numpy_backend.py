@@ -134,7 +134,7 @@ class HostOps(Ops):
         return 128 if dtype == np.float32 and has_small_kernels() else 1536
 
     def _matmul(self, slot: str, left: Array, right: Array) -> Array:
-        lead = np.broadcast_shapes(left.shape[:-2], right.shape[:-2])
+        lead = _broadcast(left.shape[:-2], right.shape[:-2])
         out = self.buffer(slot, (*lead, left.shape[-2], right.shape[-1]), left.dtype)
         return matmul(left, right, out)
 
@@ -194,6 +194,12 @@ class HostOps(Ops):
             return total
         # A product with ones costs a quarter of a reduction along the rows.
         return np.matmul(array, ones(array.shape[-1], array.dtype))
+
+
+@lru_cache(maxsize=256)
+def _broadcast(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...]:
+    # NumPy takes microseconds for it, and a tile asks for its few shapes again and again.
+    return np.broadcast_shapes(one, other)
 
 
 @lru_cache(maxsize=64)
