@@ -292,3 +292,23 @@ def test_rank_promotion_may_be_forbidden():
         pullback(x)
         merge_states(*[partial_attention(x, y, y, **options)] * 2)
     np.testing.assert_allclose(found, plain, rtol=1e-6)
+
+
+def test_half_gradients_of_a_bias_that_items_share_are_summed_in_float32():
+    """Summed in bfloat16, thousands of items would lose what each one adds."""
+    rng = np.random.default_rng(0)
+    arrays = [rng.standard_normal((8192, 1, 32, 4)).astype("f") for _ in range(3)]
+    arrays[2] += np.arange(32)[:, np.newaxis] % 8
+    half = [jnp.asarray(array, jnp.bfloat16) for array in (*arrays, np.zeros((32, 32)))]
+
+    @jax.jit
+    def gradient(query, key, value, bias):
+        def total(bias):
+            found = attention(query, key, value, bias=bias, block_size=(32, 32))
+            return found.astype(jnp.float32).sum()
+
+        return jax.grad(total)(bias)
+
+    exact = np.asarray(gradient(*(array.astype(jnp.float32) for array in half)))
+    ulp = 2.0 ** (np.floor(np.log2(np.abs(exact).max())) - 7)
+    assert np.abs(np.asarray(gradient(*half), np.float32) - exact).max() <= 0.75 * ulp

@@ -142,11 +142,12 @@ class _Schedule:
             self.visits = min(self.key_blocks, reach)
 
     def _widened(self, name: str, given: Array | None) -> Array | None:
-        array = self.backend.whole(given)
+        array, problem = self.backend.whole(given), self.problem
         if array is None or name in ("mask", "seed") or array.dtype == self.dtype:
             return given
-        if name == "bias" and (1 not in array.shape[-2:] or array.dtype == jnp.float64):
-            return given  # as large as the scores, or to be clipped
+        whole = array.shape == (*problem.output_shape[:-1], problem.key_length)
+        if name == "bias" and (whole or array.dtype == jnp.float64):
+            return given  # nothing is added up in its gradient, or it is to be clipped
         return array.astype(self.dtype)
 
     def rows(self, carry: None, step: Array) -> tuple[None, tuple[Array, Array]]:
