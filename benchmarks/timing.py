@@ -16,6 +16,9 @@ Way = Callable[[], object]
 # The OpenMP threads of PyTorch and the pools of others keep spinning on their cores for some
 # milliseconds after a call has returned, which would be charged to whoever comes next.
 REST = 0.02
+# What a long call has freed, half a gigabyte after `jax.nn`, is given back to the system for a
+# while after it has returned: the next one waits for a fifth of the time that it took, up to this.
+LONGEST_REST = 0.2
 # A way that has taken this many seconds gets no further runs: some are a hundred times slower.
 ENOUGH = 12.0
 # After so many seconds, three rounds are enough: a busy machine must not take hours.
@@ -85,13 +88,14 @@ def samples(
     if not warm:
         for way in ways.values():
             way()
-    done, spent, total, others = 0, 0.0, 0.0, 0.0
+    done, spent, total, others, last = 0, 0.0, 0.0, 0.0, 0.0
     while ways and done < (rounds if spent < LONGEST else min(rounds, 3)):
         watch, row = Watch(), {}
         for name, way in ways.items():
             repeat = repeats.get(name, 1)
             if sum(taken[name]) * repeat < ENOUGH:
-                row[name] = _time(way, repeat)
+                row[name] = _time(way, repeat, last)
+                last = row[name] * repeat
         if patience.again(watch):
             continue
         for name, seconds in row.items():
@@ -108,8 +112,8 @@ def alternate(ways: dict[str, Way], rounds: int) -> dict[str, float]:
     return {name: sample.median for name, sample in samples(ways, rounds)[0].items()}
 
 
-def _time(way: Way, repeat: int) -> float:
-    time.sleep(REST)
+def _time(way: Way, repeat: int, last: float) -> float:
+    time.sleep(max(REST, min(LONGEST_REST, last / 5)))
     start = time.perf_counter()
     for _ in range(repeat):
         way()
