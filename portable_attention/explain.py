@@ -11,7 +11,7 @@ import numpy as np
 
 from portable_attention.backends import Array
 from portable_attention.backends.base import dtype_name
-from portable_attention.core import engines, plan
+from portable_attention.core import engines, plan, windows
 from portable_attention.core.heads import in_columns
 from portable_attention.core.problem import Call, Limits, is_host
 from portable_attention.core.spec import validate
@@ -203,13 +203,13 @@ def _tiling(call: Call) -> tuple[str, tuple[int, int], int, int]:
     if backend.schedule == "scan":
         name = "scan"
     else:
-        name = "eager tiles" if backend.host_call(call) is None else "host tiles"
+        name = "eager tiles" if (hosted := backend.host_call(call)) is None else "host tiles"
+    heads = math.prod((*problem.batch, *problem.heads))
     if name == "host tiles":
-        tile = plan.host_block_sizes(problem)
-        together = min(
-            plan.host_capacity(call, tile[0] * tile[1]),
-            math.prod((*problem.batch, *problem.heads)),
-        )
+        piece = windows.pieces(hosted)[0]
+        tile, items = piece.tile, min(piece.capacity, heads * (piece.blocks or 1))
+        # Blocks of rows that look alike are done together before heads are.
+        together = max(1, items // (piece.blocks or 1))
         workers = usable_threads()
     else:
         budget = backend.score_budget(call.device)
@@ -218,10 +218,11 @@ def _tiling(call: Call) -> tuple[str, tuple[int, int], int, int]:
         else:
             tile, capacity = plan.batching(problem, budget)
         kv_heads = math.prod((*problem.batch, problem.kv_heads))
-        together, workers = min(capacity, kv_heads) * problem.groups, 1
+        together = items = min(capacity, kv_heads) * problem.groups
+        workers = 1
     queries, keys = tile
     widths = problem.width + 2 * problem.value_width
-    of_tile = together * (3 * queries * keys + queries * widths)
+    of_tile = items * (3 * queries * keys + queries * widths)
     of_head = problem.key_length * (problem.width + problem.value_width)
     widened = problem.dtype != problem.compute_dtype and problem.span is None
     copied = together * of_head if widened else 0
@@ -238,16 +239,23 @@ def _count(
     if not all(is_host(limit) for _, limit in call.limits.items()):
         return None
     masked = call.mask is not None or call.bias is not None
+    pieces = windows.pieces(call.backend.host_call(call)) if schedule == "host tiles" else []
+    if len(pieces) > 1:
+        parts = [(piece.call, piece.tile, piece.capacity) for piece in pieces]
+    else:
+        parts = [(call, tile, together)]
     skipped = full = mixed = pairs = 0
-    for limits, heads in _chunks(call, together, schedule):
-        for start in range(0, problem.query_length, tile[0]):
-            rows = (start, min(start + tile[0], problem.query_length))
-            some, complete, width = _count_row(limits, rows, tile[1], problem.key_length)
-            complete = 0 if masked else complete
-            skipped += heads * (-(-problem.key_length // tile[1]) - some)
-            full += heads * complete
-            mixed += heads * (some - complete)
-            pairs += heads * (rows[1] - rows[0]) * width
+    for part, (size_q, size_k), most in parts:
+        length = part.problem.query_length
+        for limits, heads in _chunks(part, most, schedule):
+            for start in range(0, length, size_q):
+                rows = (start, min(start + size_q, length))
+                some, complete, width = _count_row(limits, rows, size_k, part.problem.key_length)
+                complete = 0 if masked else complete
+                skipped += heads * (-(-problem.key_length // size_k) - some)
+                full += heads * complete
+                mixed += heads * (some - complete)
+                pairs += heads * (rows[1] - rows[0]) * width
     return (skipped, full, mixed), pairs
 
 

@@ -71,7 +71,14 @@ class Heads(eager.Part):
                 slice(part[number], part[number] + 1)
                 for part, number in zip(starts, numbers, strict=True)
             )
-            yield Heads(self.call, index, self.block_k, forward=self.forward, bands=self._bands)
+            yield self._of(index)
+
+    def alike(self, marked: Array) -> Iterator[Heads]:
+        """Return parts of this chunk whose heads are all marked, (..., 1, 1), or all not."""
+        return self.singles()
+
+    def _of(self, index: plan.Index) -> Heads:
+        return type(self)(self.call, index, self.block_k, forward=self.forward, bands=self._bands)
 
     def _once(self, name: Any, make: Any) -> Any:
         if name not in self._shared:
@@ -147,13 +154,16 @@ def in_columns(problem: Problem) -> bool:
     return problem.query_length >= rows and problem.span is None
 
 
-def largest_norm(rows: Array) -> tuple[Array, Array]:
+def largest_norm(rows: Array, squares: Array | None = None) -> tuple[Array, Array]:
     """Return the largest norm of rows, squared, and whether all of them are finite: (..., 1, 1).
+
+    The squares of all norms may be given.
 
     A row with NaN or infinities does not count. Where it is attended, the result is not finite
     whatever is done here; where it is masked, it must not decide anything.
     """
-    squares = np.vecdot(rows, rows)
+    if squares is None:
+        squares = np.vecdot(rows, rows)
     largest = squares.max(axis=-1, initial=_SMALL_SQUARE)
     finite = np.isfinite(largest)
     if not finite.all():

@@ -9,6 +9,7 @@ multiplies. Every decision is made head by head, so that no head's bits depend o
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from functools import partial
@@ -17,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from portable_attention.backends import Array
-from portable_attention.core import eager, plan, tile
+from portable_attention.core import eager, plan, tile, windows
 from portable_attention.core.bounded import attend_bounded, either, faults
 from portable_attention.core.heads import Heads, largest_norm
 from portable_attention.core.problem import Call
@@ -40,22 +41,22 @@ def run(call: Call, dtype: Any) -> tuple[Array, Array]:
     problem = call.problem
     output = np.empty(problem.output_shape, dtype)
     lse = np.empty(problem.output_shape[:-1], problem.compute_dtype)
-    sizes = (*problem.batch, *problem.heads)
-    block_q, block_k = plan.host_block_sizes(problem)
-    capacity = plan.host_capacity(call, block_q * block_k)
-    starts = range(0, problem.query_length, block_q)
     bands: dict[tuple[Any, ...], Array] = {}
+    found_pieces = windows.pieces(call)
 
     def tasks() -> Iterator[Task]:
-        for index in plan.chunks(sizes, capacity):
-            heads = Heads(call, index, block_k, forward=True, bands=bands)
-            # The last rows reach the most keys under causal: they go first.
-            for start in reversed(starts):
-                rows = (start, min(start + block_q, problem.query_length))
-                yield partial(_attend, heads, rows, output, lse)
+        for piece in found_pieces:
+            outputs = piece.of_output(output, lse)
+            for index in itertools.product(*piece.cuts):
+                heads = piece.heads(index, bands)
+                # The last rows reach the most keys under causal: they go first.
+                for rows in reversed(piece.blocks_of_rows):
+                    yield partial(_attend, heads, rows, *outputs)
 
-    cuts = plan.cuts(sizes, capacity)
-    count = len(starts) * math.prod(len(cut) for cut in cuts)
+    count = sum(
+        len(piece.blocks_of_rows) * math.prod(len(cut) for cut in piece.cuts)
+        for piece in found_pieces
+    )
     run_tasks(tasks(), count, call.backend.ops.release)
     return output, lse
 
@@ -79,8 +80,8 @@ def _attend(heads: Heads, rows: tuple[int, int], output: Array, lse: Array) -> N
         if heads.bias is None:
             bounded = bool(small.all())
             if not bounded and small.any():
-                for single in heads.singles():
-                    _attend(single, rows, output, lse)
+                for part in heads.alike(small):
+                    _attend(part, rows, output, lse)
                 return
     if bounded:
         wrong, harmed = attend_bounded(heads, rows, query, finite, output, lse)
