@@ -15,6 +15,7 @@ from portable_attention.backends.base import dtype_name
 from portable_attention.core.arguments import check_flag, described, whole_number
 from portable_attention.core.problem import Limit, Limits
 
+_UNLIMITED = Limits()
 _FAR = 1 << 29  # beyond any length, and twice of it still fits into int32
 
 
@@ -33,6 +34,8 @@ def make_limits(
     """Return the keys between both ends of the window (None if open), and the limits."""
     length_q, length_k = lengths
     check_flag("causal", causal)
+    if not causal and window is query_offset is query_lengths is key_lengths is None:
+        return None, _UNLIMITED
     left, right = _check_window(window)
     if causal:
         right = 0 if right is None else min(right, 0)

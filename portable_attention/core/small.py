@@ -27,13 +27,14 @@ def attend_small(call: Call, dtype: Any) -> tuple[Array, Array] | None:
     """Return output and lse, or None for a call that is not small, not bare, or not finite."""
     problem = call.problem
     query, key, value = call.query, call.key, call.value
+    shape_of_lse = problem.output_shape[:-1]
     scores_of_head = problem.query_length * problem.key_length
     bare = (
         problem.query_length < FEW_ROWS
         and 0 < problem.key_length <= HOST_KEYS
         and scores_of_head <= _SCORES
         and scores_of_head * max(problem.width, problem.value_width) <= _MULTIPLICATIONS
-        and math.prod(problem.output_shape[:-2]) * scores_of_head <= _SCORES
+        and math.prod(shape_of_lse[:-1]) * scores_of_head <= _SCORES
         and problem.softcap is None
         and call.mask is None
         and call.bias is None
@@ -41,7 +42,9 @@ def attend_small(call: Call, dtype: Any) -> tuple[Array, Array] | None:
         and call.seed is None
         and problem.block_size is None
         and not call.limits.items()
-        and query.dtype == dtype == problem.compute_dtype
+        and problem.dtype == problem.compute_dtype
+        and query.dtype == dtype
+        and problem.value_width > 0
         and query.flags.c_contiguous
         and key.flags.c_contiguous
         and value.flags.c_contiguous
@@ -59,13 +62,13 @@ def attend_small(call: Call, dtype: Any) -> tuple[Array, Array] | None:
     total = np.matmul(weights, ones(problem.key_length, dtype))
     sums = np.matmul(weights, value)
     sums += 0.0  # -0.0 becomes 0.0, as in a sum that begins with 0
-    checked = np.matmul(sums, ones(problem.value_width, dtype))
-    checked = checked + total
-    if not np.isfinite(checked).all() or checked.shape[:-1] != problem.output_shape[:-1]:
+    # Weights that are not finite make no sums that are; a sum that overflows goes the other way.
+    if not math.isfinite(np.add.reduce(sums, axis=None)) or sums.shape[:-1] != shape_of_lse:
         return None
     lse = np.log(total)
     lse += maximum
+    lse = lse[..., 0]
     np.divide(sums, total, out=sums)
-    if lse.shape != checked.shape:  # the values alone have all batch axes
-        lse = np.array(np.broadcast_to(lse, checked.shape))
-    return sums, lse[..., 0]
+    if lse.shape != shape_of_lse:  # the values alone have all batch axes
+        lse = np.array(np.broadcast_to(lse, shape_of_lse))
+    return sums, lse

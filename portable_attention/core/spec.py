@@ -52,8 +52,9 @@ def validate(
     backend = common_backend(arrays)
     arrays = {name: backend.as_operand(name, array) for name, array in arrays.items()}
     device = common_device(backend, arrays)
-    inputs = (arrays[name] for name in ("query", "key", "value"))
-    arrays["query"], arrays["key"], arrays["value"] = backend.autocast(*inputs)
+    arrays["query"], arrays["key"], arrays["value"] = backend.autocast(
+        arrays["query"], arrays["key"], arrays["value"]
+    )
 
     dtype = _common_dtype(arrays)
     compute_dtype = "float64" if dtype == "float64" else "float32"
@@ -63,13 +64,14 @@ def validate(
             "query, key and value must have the same rank with layout='blhd', got "
             + ", ".join(f"{name} {tuple(arrays[name].shape)}" for name in ("query", "key", "value"))
         )
-    headless = all(arrays[name].ndim == 2 for name in ("query", "key", "value"))
+    headless = ranks == [2, 2, 2]
     given_shapes = {name: tuple(arrays[name].shape) for name in ("query", "key", "value")}
     for name in ("query", "key", "value"):
         arrays[name] = _with_heads(backend, name, arrays[name], layout)
-    rank = max(arrays[name].ndim for name in ("query", "key", "value"))
-    for name in ("query", "key", "value"):
-        arrays[name] = _pad(backend, arrays[name], rank)
+    rank = max(3, *ranks)
+    if ranks != [rank] * 3:
+        for name in ("query", "key", "value"):
+            arrays[name] = _pad(backend, arrays[name], rank)
     batch = _check_shapes(arrays, given_shapes, layout)
     heads, query_length, width = arrays["query"].shape[-3:]
     kv_heads, key_length, value_width = arrays["value"].shape[-3:]
@@ -150,7 +152,8 @@ def common_device(backend: Backend, arrays: dict[str, Array]) -> Any:
 
 
 def _common_dtype(arrays: dict[str, Array]) -> str:
-    names = {name: dtype_name(arrays[name]) for name in ("query", "key", "value")}
+    query, key, value = arrays["query"], arrays["key"], arrays["value"]
+    names = {"query": dtype_name(query), "key": dtype_name(key), "value": dtype_name(value)}
     for name, dtype in names.items():
         if dtype not in FLOATS:
             raise TypeError(
