@@ -260,6 +260,24 @@ def test_a_single_head_keeps_its_bits(taken_backward):
     assert taken_backward == []
 
 
+@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize("queries", [1, 20, 32, 33, 200])
+@pytest.mark.parametrize("causal", [False, True])
+def test_threads_do_not_change_the_bits(heads, queries, causal):
+    sizes = {"heads": heads, "queries": queries, "keys": queries, "width": 64, "value_width": 64}
+    _, own = tensors(**sizes, batch=(), dtype="float32")
+    before, found = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 4, 8):
+            torch.set_num_threads(threads)
+            output = attention(**own, causal=causal)
+            found.append([output, *gradients(own, causal=causal)])
+    finally:
+        torch.set_num_threads(before)
+    for others in found[1:]:
+        assert all(torch.equal(one, other) for one, other in zip(found[0], others, strict=True))
+
+
 def test_portable_gradients_are_portable(taken_backward):
     _, own = tensors(heads=2, queries=6, keys=6, width=4, value_width=4)
     gradients(own, "portable")

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 _FEW_SCORES = 1 << 22
 # Beyond these a call takes a second and more on two cores, and Ctrl-C waits for its end.
 _MANY_SCORES = 1 << 29
+# Rows of a head that may be one task of it. A single task leaves its products to all threads.
+_TASK_ROWS = 32
 # The portable tiles must win by more than one short measurement errs.
 _CLEARLY_FASTER = 0.9
 # Beyond this an lse has lost digits that the weights made from it would lack.
@@ -58,13 +60,13 @@ class FlashOnCpu:
         lead = call.query.shape[:-3]
         if call.key.shape[:-3] != lead or call.value.shape[:-3] != lead:
             return "it copies what is broadcast"
+        if _heads(problem) == 1 and problem.query_length <= _TASK_ROWS:
+            return "the bits of so few rows would depend on the number of threads"
         return unplain(call.query, call.key, call.value)
 
     def is_worse(self, call: Call) -> str | None:
         problem = call.problem
-        scores = problem.query_length * problem.key_length * problem.kv_heads
-        for size in problem.batch:
-            scores *= size
+        scores = problem.query_length * problem.key_length * _heads(problem)
         if scores > _MANY_SCORES:
             return "so long a call of it could not be interrupted"
         if scores < _FEW_SCORES:
@@ -90,8 +92,8 @@ class FlashOnCpu:
     def is_worse_backward(self, call: Call) -> str | None:
         """Return why the portable tiles are the better choice for the gradients, or None."""
         problem = call.problem
-        heads = math.prod((*problem.batch, problem.kv_heads))
-        if heads == 1:
+        heads = _heads(problem)
+        if heads == 1:  # which is one task, whatever its length
             return "the bits of a single head would depend on the number of threads"
         scores = problem.query_length * problem.key_length * heads
         if scores > _MANY_SCORES // 2:
@@ -125,6 +127,10 @@ class FlashOnCpu:
 
 def _operands(call: Call) -> tuple[Array, Array, Array]:
     return call.query, call.key, call.value
+
+
+def _heads(problem: Problem) -> int:
+    return math.prod((*problem.batch, problem.kv_heads))
 
 
 def _one_batch(problem: Problem, array: Array) -> Array:
