@@ -32,6 +32,9 @@ FEW_ROWS = 32
 # Numbers of the right factor at most, so that blocks of 24 rows (of those in columns) and of 16
 # are small products for OpenBLAS: `backends.numpy_products`.
 _SUMMED_ROWS, _SUMMED_KEYS = 41_600, 61_440
+# Tiles for wider heads would be so small that more is lost around the products: twice the time at
+# a width of 1024.
+_NARROW, _NARROW_BACKWARD = 256, 128
 _KEY_NUMBERS, _MOST_KEYS = 1 << 17, 4096  # half of the L2; for narrow keys, what buffers may hold
 # Small heads are batched until a tile holds as many scores as one large tile, if that leaves
 # something for the other threads to do.
@@ -57,10 +60,11 @@ def host_block_sizes(problem: Problem, *, backward: bool = False) -> tuple[int, 
     if problem.block_size is not None:
         return block_sizes(problem)
     width = max(problem.width, problem.value_width, 1)
-    rows = HOST_ROWS
-    if backward:  # which sums over the rows, too
-        rows = min(rows, _aligned(_SUMMED_ROWS // width))
-    most_keys = min(HOST_ROWS * HOST_KEYS // rows, _aligned(_SUMMED_KEYS // width))
+    rows, most_keys = HOST_ROWS, HOST_KEYS
+    if width <= (_NARROW_BACKWARD if backward else _NARROW):
+        if backward:  # which sums over the rows, too
+            rows = min(rows, _aligned(_SUMMED_ROWS // width))
+        most_keys = min(HOST_ROWS * HOST_KEYS // rows, _aligned(_SUMMED_KEYS // width))
     if problem.span is not None:
         rows = max(_WINDOW_ROWS, min(rows, problem.span))
     if problem.query_length < FEW_ROWS:
