@@ -39,7 +39,7 @@ def test_tiles_are_those_of_the_call(backend: Backend, monkeypatch, name):
             yield met
 
     monkeypatch.setattr(Heads, "tiles", counting)
-    for again in ("_attend_exactly", "_attend_again"):  # a second look at a few rows
+    for again in ("_attend_exactly", "_attend_again", "_sum_again"):  # a second look at a few rows
         monkeypatch.setattr(host, again, lambda *_: None)
     found = explain(**inputs, **options, block_size=(96, 64))
     attention(**inputs, **options, block_size=(96, 64))

@@ -210,7 +210,7 @@ def test_tiles_that_are_explained_are_those_of_the_call(monkeypatch, window, bat
             yield met
 
     monkeypatch.setattr(Heads, "tiles", counting)
-    for again in ("_attend_exactly", "_attend_again"):  # a second look at a few rows
+    for again in ("_attend_exactly", "_attend_again", "_sum_again"):  # a second look at a few rows
         monkeypatch.setattr(host, again, lambda *_: None)
     found = explain(**inputs, window=window)
     attention(**inputs, window=window)

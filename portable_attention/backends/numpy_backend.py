@@ -22,6 +22,7 @@ _LONG_ROW = 512
 # tiles make it.
 _KEPT_SETS = min(8, os.cpu_count() or 1)
 _KEPT_BYTES = 1 << 23
+_MOST_VIEWS = 256  # of a thread during one call, which has few shapes unless its lengths are odd
 
 
 def _has_fast_exp2() -> bool:
@@ -82,6 +83,14 @@ class NumpyBackend(Backend):
         return HostOps()
 
 
+class _Buffers(threading.local):
+    """The memory of a thread for intermediate results, by slot and dtype, and views of it."""
+
+    def __init__(self) -> None:
+        self.memory: dict[str, Array] = {}
+        self.views: dict[Any, Array] = {}
+
+
 class HostOps(Ops):
     """In-place arithmetic. The tile-sized results lie in buffers that belong to the thread.
 
@@ -91,13 +100,18 @@ class HostOps(Ops):
 
     def __init__(self) -> None:
         super().__init__(np)
-        self._local = threading.local()
+        self._buffers = _Buffers()
         self._spare: list[dict[str, Array]] = []
         self._fast_exp2 = _has_fast_exp2()
 
     def buffer(self, slot: str, shape: tuple[int, ...], dtype: Any) -> Array:
         """Return memory for one intermediate result; it is given out again for the next tile."""
-        buffers: dict[str, Array] = self._local.__dict__
+        # Making the view anew takes microseconds, during which other threads wait for Python.
+        views = self._buffers.views
+        view = views.get((slot, shape, dtype))
+        if view is not None:
+            return view
+        buffers = self._buffers.memory
         if not buffers and self._spare:
             with suppress(IndexError):  # another thread was faster
                 buffers.update(self._spare.pop())
@@ -106,12 +120,16 @@ class HostOps(Ops):
         memory = buffers.get(key)
         if memory is None or memory.size < size:
             memory = buffers[key] = np.empty(size, dtype)
-        return memory[:size].reshape(shape)
+            views.clear()  # which may be of the memory that was too small
+        elif len(views) >= _MOST_VIEWS:
+            views.clear()
+        view = views[slot, shape, dtype] = memory[:size].reshape(shape)
+        return view
 
     def release(self) -> None:
         """Give back the buffers of this thread: new memory costs as much as a pass over it."""
-        buffers = dict(self._local.__dict__)
-        self._local.__dict__.clear()
+        buffers, self._buffers.memory = self._buffers.memory, {}
+        self._buffers.views.clear()
         size = sum(memory.nbytes for memory in buffers.values())
         if size <= _KEPT_BYTES and len(self._spare) < _KEPT_SETS:
             self._spare.append(buffers)
@@ -134,8 +152,12 @@ class HostOps(Ops):
         return 128 if dtype == np.float32 and has_small_kernels() else 1536
 
     def _matmul(self, slot: str, left: Array, right: Array) -> Array:
-        lead = _broadcast(left.shape[:-2], right.shape[:-2])
-        out = self.buffer(slot, (*lead, left.shape[-2], right.shape[-1]), left.dtype)
+        place = (slot, left.shape, right.shape, left.dtype)
+        out = self._buffers.views.get(place)
+        if out is None:
+            lead = np.broadcast_shapes(left.shape[:-2], right.shape[:-2])
+            out = self.buffer(slot, (*lead, left.shape[-2], right.shape[-1]), left.dtype)
+            self._buffers.views[place] = out
         return matmul(left, right, out)
 
     def add(self, target: Array, other: Array) -> Array:
@@ -195,12 +217,6 @@ class HostOps(Ops):
             return total
         # A product with ones costs a quarter of a reduction along the rows.
         return np.matmul(array, ones(array.shape[-1], array.dtype))
-
-
-@lru_cache(maxsize=256)
-def _broadcast(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...]:
-    # NumPy takes microseconds for it, and a tile asks for its few shapes again and again.
-    return np.broadcast_shapes(one, other)
 
 
 @lru_cache(maxsize=64)

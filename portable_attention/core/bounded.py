@@ -6,10 +6,12 @@ base the library is fastest in, with the factor between the bases in the scale o
 
 from __future__ import annotations
 
+import math
+from typing import NamedTuple
+
 import numpy as np
 
 from portable_attention.backends import Array
-from portable_attention.backends.numpy_backend import ones
 from portable_attention.core import eager, masking, tile
 from portable_attention.core.heads import Heads
 
@@ -29,13 +31,12 @@ def attend_bounded(
     lse: Array,
     *,
     careful: bool = False,
-) -> tuple[Array | None, Array | None]:
+) -> Faults:
     """Write the results of scores that are known to be small, whose exp needs no maximum.
 
-    Return the rows that met NaN or infinities and those that lost digits, None where there are
-    none: both are to be computed again, the first kind with `careful`. That costs more, selects
-    where this multiplies by what is allowed, and gives all other rows the same bits. `finite`,
-    (..., 1, 1), marks the heads whose scores are all known to be finite.
+    Return the rows that are to be computed again, those that met NaN or infinities with `careful`.
+    That costs more, selects where this multiplies by what is allowed, and gives all other rows the
+    same bits. `finite`, (..., 1, 1), marks the heads whose scores are all known to be finite.
     """
     ops = heads.ops
     scores_of = _Scores(heads, query)
@@ -71,14 +72,15 @@ def attend_bounded(
     if careful:
         # Only a score of +inf makes an infinite sum here; its row is NaN.
         total = np.where(np.isinf(total), np.nan, total)
-    wrong, harmed = faults(sums, total)
+    found = faults(sums, total)
+    plain = found is NONE
     # A row that has seen nothing is empty, or has seen scores of -inf alone.
     if occupied is not None:
-        harmed = either(harmed, (total == 0.0) & occupied)
-    elif not finite.all():
-        wrong = either(wrong, (total == 0.0) & ~finite)
-    _finish(heads, rows, sums, total, garbage, output, lse)
-    return wrong, harmed
+        found = found._replace(harmed=either(found.harmed, (total == 0.0) & occupied))
+    elif not plain and not finite.all():
+        found = found._replace(wrong=either(found.wrong, (total == 0.0) & ~finite))
+    _finish(heads, rows, sums, total, garbage, output, lse, plain=plain)
+    return found
 
 
 class _Scores:
@@ -126,14 +128,39 @@ class _Garbage:
         return output + masking.infinite_part(self.heads.call.backend, *self.infinite, lse)
 
 
-def faults(sums: Array, total: Array) -> tuple[Array | None, Array | None]:
-    """Return the rows (..., q, 1) that are not finite, and those that lost digits; None: none."""
+class Faults(NamedTuple):
+    """Rows (..., q, 1) of weights without a maximum that are to be looked at again; None: none."""
+
+    wrong: Array | None = None  # not finite
+    harmed: Array | None = None  # overflowed, or lost digits to underflow
+    near_one: Array | None = None  # whose sum of weights is near 1, and its log lost digits
+
+
+NONE = Faults()
+
+
+def faults(sums: Array, total: Array) -> Faults:
+    """Return the rows that need another look, for their sums (..., q, Dv) and those of weights."""
     # A sum is finite only if all its terms are.
-    finite = bool(np.isfinite(total + np.matmul(sums, ones(sums.shape[-1], sums.dtype))).all())
-    if finite and total.min() >= _NEAR_ONE[1]:
-        return None, None
-    wrong, harmed = ~(np.isfinite(total) & _all_finite(sums)), _harmed(sums, total)
-    return wrong if wrong.any() else None, harmed if harmed.any() else None
+    of_all = np.add.reduce(sums, axis=None) + np.add.reduce(total, axis=None)
+    if not math.isfinite(of_all):
+        finite = _all_finite(sums)
+        wrong = ~(np.isfinite(total) & finite)
+        # A finite sum of weights means finite scores, and values whose sum overflowed.
+        harmed = np.isfinite(total) & ~finite
+    elif np.minimum.reduce(total, axis=None) >= _NEAR_ONE[1]:
+        return NONE
+    else:
+        wrong = harmed = np.zeros(total.shape, bool)
+    below_one = total < 1.0
+    harmed = (harmed | (total < _SMALL_DENOMINATOR)) & (total != 0.0)
+    below_one &= total != 0.0
+    if below_one.any():
+        small = np.zeros_like(harmed)
+        small[below_one] = (np.abs(sums[below_one[..., 0]]) < _SMALL_SUM).any(axis=-1)
+        harmed |= small
+    near_one = (total > _NEAR_ONE[0]) & (total < _NEAR_ONE[1]) & ~harmed
+    return Faults(*(rows if rows.any() else None for rows in (wrong, harmed, near_one)))
 
 
 def _finish(
@@ -144,10 +171,12 @@ def _finish(
     garbage: _Garbage | None,
     output: Array,
     lse: Array,
+    *,
+    plain: bool,
 ) -> None:
-    """Write the output and lse of bounded scores."""
+    """Write the output and lse of bounded scores; those of `plain` rows are all above 0."""
     place = (*heads.index, slice(*rows))
-    empty = total == 0.0
+    empty = np.False_ if plain else total == 0.0
     some_empty = bool(empty.any())
     if garbage is None and heads.sinks is None and heads.call.problem.dropout_rate == 0.0:
         lse[place] = np.log(total[..., 0])
@@ -175,22 +204,6 @@ def _any(allowed: Array) -> Array:
 
 def _all_finite(sums: Array) -> Array:
     return np.isfinite(sums).all(axis=-1, keepdims=True)
-
-
-def _harmed(accumulator: Array, total: Array) -> Array:
-    """Return the rows (..., q, 1) to which having no maximum did harm.
-
-    Their sums overflowed, lost digits to underflow, or have a log near 0, which a sum relative to
-    the maximum would give more exactly.
-    """
-    below_one = total < 1.0
-    harmed = np.isfinite(total) & ~_all_finite(accumulator)
-    harmed |= total < _SMALL_DENOMINATOR
-    if below_one.any():
-        small_sums = (np.abs(accumulator) < _SMALL_SUM).any(axis=-1, keepdims=True)
-        harmed |= below_one & small_sums
-    harmed |= (total > _NEAR_ONE[0]) & (total < _NEAR_ONE[1])
-    return harmed & (total != 0.0)
 
 
 def either(rows: Array | None, others: Array) -> Array | None:

@@ -105,11 +105,8 @@ class Part:
     def lead(self) -> tuple[int, ...]:
         """The sizes of (*batch, Hkv, G) in this chunk."""
         sizes = (*self.call.problem.batch, *self.call.problem.heads)
-        whole = [slice(0, size) for size in sizes[len(self.index) :]]
-        return tuple(
-            len(range(*cut.indices(size)))
-            for cut, size in zip((*self.index, *whole), sizes, strict=True)
-        )
+        chosen = [cut.stop - cut.start for cut in self.index]
+        return (*chosen, *sizes[len(chosen) :])
 
     @cached_property
     def dropout_indices(self) -> tuple[Array, Array]:
@@ -151,15 +148,20 @@ class Part:
         limited = bool(self.limits.items())
         for columns in self.columns(found, block_k):
             here = rows
-            conditions = []
+            conditions: list[Array | None] = []
             if limited and not found.covers(*columns):
                 if trim:
                     here = plan.rows_reaching(self.limits, rows, columns)
-                conditions += self._within_limits(here, columns)
-            bias = masking.block(self.bias, here, columns)
-            conditions.append(masking.block(self.mask, here, columns))
-            if not finite:
-                conditions.append(masking.not_masked(bias))
+                if here == rows or not self._covers(here, columns):
+                    conditions += self.within_limits(here, columns)
+            bias = None
+            if self.mask is not None:
+                conditions.append(masking.block(self.mask, here, columns))
+            if self.bias is not None:
+                bias = masking.block(self.bias, here, columns)
+                if not finite:
+                    conditions.append(masking.not_masked(bias))
+                bias = masking.bias_block(backend, bias, dtype)
             local = (here[0] - rows[0], here[1] - rows[0])
             kept = None
             if keys_of_rows is not None:
@@ -171,15 +173,13 @@ class Part:
                 columns,
                 self.tile_of("key", columns),
                 self.tile_of("value", columns),
-                masking.bias_block(backend, bias, dtype),
-                masking.both(conditions),
+                bias,
+                masking.both(conditions) if conditions else None,
                 kept,
             )
 
-    def _within_limits(self, rows: tuple[int, int], columns: tuple[int, int]) -> list[Array]:
-        if plan.reach(self.limits, rows, self.call.problem.key_length).covers(*columns):
-            return []
-        return self.within_limits(rows, columns)
+    def _covers(self, rows: tuple[int, int], columns: tuple[int, int]) -> bool:
+        return plan.reach(self.limits, rows, self.call.problem.key_length).covers(*columns)
 
     def within_limits(self, rows: tuple[int, int], columns: tuple[int, int]) -> list[Array]:
         """Return which pairs of a tile its limits allow, as conditions that must all hold."""

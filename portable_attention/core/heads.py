@@ -94,11 +94,17 @@ class Heads(eager.Part):
         """Return a tile of the keys or values in packed rows, or keys in packed columns."""
         if name == "key" and self.in_columns and self.forward:
             return self.folded(name, columns)
+        array, packed = self._once(name, lambda: self._rows_of(name))
+        rows = array[..., slice(*columns), :]
+        return rows if packed else self._packed(rows)
+
+    def _rows_of(self, name: str) -> tuple[Array, bool]:
+        """Return the keys or values that tiles are taken from, and whether they are packed."""
         array = self.key if name == "key" else self.value
         # Few blocks of rows share a tile under a window.
-        if self.call.problem.span is None and not self._is_packed(array):
-            array = self._once(name, lambda: self._packed(array))
-        return self._packed(array[..., slice(*columns), :])
+        if self.call.problem.span is None:
+            array = self._packed(array)
+        return array, self._is_packed(array)
 
     def folded(self, name: str, columns: tuple[int, int]) -> Array:
         """Return a tile in packed columns, which backwards end in ones."""
@@ -136,6 +142,8 @@ class Heads(eager.Part):
 
     def _find_largest_keys(self) -> tuple[Array, Array]:
         length = self.call.problem.key_length
+        if self._is_packed(self.key):
+            return largest_norm(self.key)
         found = [
             largest_norm(self._packed(self.key[..., first : first + self.block_k, :]))
             for first in range(0, length, self.block_k)

@@ -19,7 +19,7 @@ import numpy as np
 
 from portable_attention.backends import Array
 from portable_attention.core import eager, plan, tile, windows
-from portable_attention.core.bounded import attend_bounded, either, faults
+from portable_attention.core.bounded import Faults, attend_bounded, either, faults
 from portable_attention.core.heads import Heads, largest_norm
 from portable_attention.core.problem import Call
 from portable_attention.core.small import attend_small
@@ -84,21 +84,28 @@ def _attend(heads: Heads, rows: tuple[int, int], output: Array, lse: Array) -> N
                     _attend(part, rows, output, lse)
                 return
     if bounded:
-        wrong, harmed = attend_bounded(heads, rows, query, finite, output, lse)
+        found = attend_bounded(heads, rows, query, finite, output, lse)
     else:
-        wrong, harmed = attend_any(heads, rows, query, finite, output, lse), None
-    if wrong is None and harmed is None:
+        found = Faults(attend_any(heads, rows, query, finite, output, lse))
+    if found.near_one is not None:
+        _sum_again(heads, rows, found.near_one, output, lse)
+    if found.wrong is None and found.harmed is None:
         return
     for single, met_garbage, lost in zip(
-        heads.singles(), _by_head(heads, rows, wrong), _by_head(heads, rows, harmed), strict=True
+        heads.singles(),
+        _by_head(heads, rows, found.wrong),
+        _by_head(heads, rows, found.harmed),
+        strict=True,
     ):
         if met_garbage.any():
             if not bounded:
                 _attend_exactly(single, rows, output, lse)
                 continue
             query = single.query_rows(rows)
-            _, found = attend_bounded(single, rows, query, finite, output, lse, careful=True)
-            (lost,) = _by_head(single, rows, found)  # noqa: PLW2901
+            again = attend_bounded(single, rows, query, finite, output, lse, careful=True)
+            if again.near_one is not None:
+                _sum_again(single, rows, again.near_one, output, lse)
+            (lost,) = _by_head(single, rows, again.harmed)  # noqa: PLW2901
         if lost.any():
             _attend_again(single, rows, lost, output, lse)
 
@@ -112,19 +119,58 @@ def _attend_exactly(heads: Heads, rows: tuple[int, int], output: Array, lse: Arr
 def _attend_again(
     heads: Heads, rows: tuple[int, int], lost: Array, output: Array, lse: Array
 ) -> None:
-    """Write the results of those rows of a single head that are marked.
+    """Write the results of those rows of a single head that are marked."""
+    for here, marked in _groups_of(rows, lost):
+        place = (*heads.index, slice(*here))
+        found, found_lse = eager.attend_rows(heads, here, heads.block_k)
+        np.copyto(output[place], found, where=marked[:, np.newaxis])
+        np.copyto(lse[place], found_lse, where=marked)
 
-    They are computed in groups that lie alike whichever rows are marked, and no other is written,
-    so that the bits of a row depend on no other row.
+
+def _sum_again(
+    heads: Heads, rows: tuple[int, int], near_one: Array, output: Array, lse: Array
+) -> None:
+    """Write the lse of those rows (..., q, 1) whose weights sum to nearly 1, which has a log near 0.
+
+    Relative to the maximum, the sum has all the digits that the log needs.
+    """
+    problem, backend, ops = heads.call.problem, heads.call.backend, heads.ops
+    if heads.sinks is not None:  # they move the sum away from 1, or to it
+        for single, marked in zip(heads.singles(), _by_head(heads, rows, near_one), strict=True):
+            if marked.any():
+                _attend_again(single, rows, marked, output, lse)
+        return
+    for here, marked in _groups_of(rows, near_one[..., 0]):
+        query, late_scale = eager.scale_query(backend, heads.query_rows(here), problem)
+        maximum, total = np.float32("-inf"), np.float32(0.0)
+        for met in heads.tiles(here, heads.block_k, finite=True):
+            scores = tile.tile_scores(
+                backend,
+                query,
+                met.key,
+                scale=late_scale,
+                softcap=problem.softcap,
+                bias=met.bias,
+                allowed=met.allowed,
+            )
+            before, maximum = maximum, np.maximum(maximum, ops.row_max(scores))
+            shift = tile.finite_shift(np, maximum)
+            weights = ops.exp(ops.subtract(scores, shift))
+            total = total * np.exp(before - shift) + ops.row_sum(weights)
+        place = (*heads.index, slice(*here))
+        np.copyto(lse[place], (shift + np.log(total))[..., 0], where=marked)
+
+
+def _groups_of(rows: tuple[int, int], marked: Array) -> Iterator[tuple[tuple[int, int], Array]]:
+    """Return groups of rows any of which, of any head, are marked, (..., q), and their marks.
+
+    They lie alike whichever rows are marked, so that the bits of a row depend on no other row.
     """
     for start in range(*rows, _AGAIN):
         stop = min(start + _AGAIN, rows[1])
-        here = lost[start - rows[0] : stop - rows[0]]
+        here = marked[..., start - rows[0] : stop - rows[0]]
         if here.any():
-            place = (*heads.index, slice(start, stop))
-            found, found_lse = eager.attend_rows(heads, (start, stop), heads.block_k)
-            output[place] = np.where(here[:, np.newaxis], found, output[place])
-            lse[place] = np.where(here, found_lse, lse[place])
+            yield (start, stop), here
 
 
 def _by_head(heads: Heads, rows: tuple[int, int], marked: Array | None) -> Array:
@@ -168,5 +214,4 @@ def attend_any(
         keep_rate=1.0 - problem.dropout_rate,
     )
     unsure = empty & np.logical_not(finite)
-    wrong, _ = faults(state.accumulator, state.denominator)
-    return either(wrong, unsure)
+    return either(faults(state.accumulator, state.denominator).wrong, unsure)

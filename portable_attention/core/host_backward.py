@@ -22,7 +22,7 @@ from portable_attention.core import plan
 from portable_attention.core.backward import Cotangents, row_gradients, sum_to
 from portable_attention.core.heads import Heads
 from portable_attention.core.problem import Call
-from portable_attention.core.threads import Task, run_tasks
+from portable_attention.core.threads import Task, run_tasks, usable_threads
 
 # Row blocks a task: enough to make its own array of keys and values cheap beside its tiles.
 _BLOCKS_PER_TASK = 4
@@ -41,8 +41,10 @@ def run(call: Call, given: Cotangents) -> dict[str, Array]:
 
     # The same memory layout whatever the caller's: BLAS gives other bits for other strides.
     given = given.map(np.ascontiguousarray)
-    block_q, block_k = plan.host_block_sizes(problem, backward=True)
-    capacity = plan.host_capacity(call, block_q * block_k, whole_groups=True)
+    diagonal = call.limits.low is not None or call.limits.high is not None
+    block_q, block_k = plan.host_block_sizes(problem, backward=True, diagonal=diagonal)
+    threads = usable_threads()
+    capacity = plan.host_capacity(call, (block_q, block_k), threads, whole_groups=True)
     chunks = list(plan.chunks((*problem.batch, *problem.heads), capacity))
     groups = _groups(call, chunks)
     starts = range(0, problem.query_length, block_q)
@@ -61,7 +63,8 @@ def run(call: Call, given: Cotangents) -> dict[str, Array]:
         numbers = itertools.count()
         for group in groups:
             heads = [Heads(call, index, block_k, bands=bands) for index in group]
-            for run_of_rows in runs:
+            # The last rows reach the most keys under causal: they go first.
+            for run_of_rows in reversed(runs):
                 yield partial(_task, next(numbers), turns, heads, run_of_rows, given, results)
 
     run_tasks(tasks(), len(groups) * len(runs), call.backend.ops.release)

@@ -19,13 +19,14 @@ from portable_attention.core.problem import Call, Limits, Problem, is_host
 # float32 scores are 1 MiB, where the products run at full speed and the passes over the scores
 # still hit the cache.
 BLOCK = 512
-# The same on two cores with AVX-512 (1 MiB of L2 each), where the blocks of OpenBLAS's products
-# count as well: within 3 % of one another from 512 x 256 to 1366 x 256, this is in the middle.
-HOST_ROWS, HOST_KEYS = 640, 320
+# The same in tile threads, on two cores with AVX-512 (1 MiB of L2 each), d = 64 and 128. Long rows
+# of keys have more that no diagonal cuts off, and can afford taller tiles.
+HOST_ROWS, HOST_KEYS = 512, 256
+_TALL_ROWS, _TALL_FROM = 1024, 8192
 # Under jax.jit on two cores of an AMD EPYC (Zen 4), 1 x 8 x 4096 x 64: tiles of 1024 x 512 for two
 # heads took 0.92 to 0.96 of the time of 512 x 512 for four, forwards and with gradients. At a
 # diagonal they lose more than that, with keys that no row of the tile's upper half reaches.
-_TALL_ROWS = 1024
+_TALL_SCAN_ROWS = 1024
 _PROCESSOR = 1 << 20  # the budget of a tile in the caches of a processor
 _WINDOW_ROWS = 128
 FEW_ROWS = 32
@@ -36,10 +37,14 @@ _SUMMED_ROWS, _SUMMED_KEYS = 41_600, 61_440
 # a width of 1024.
 _NARROW, _NARROW_BACKWARD = 256, 128
 _KEY_NUMBERS, _MOST_KEYS = 1 << 17, 4096  # half of the L2; for narrow keys, what buffers may hold
-# Small heads are batched until a tile holds as many scores as one large tile, if that leaves
-# something for the other threads to do.
-BUDGET = 1 << 18
-_SHARES = 8
+# Heads are batched until their tiles hold so many scores, if that leaves something for the other
+# threads to do. It is more than the L2 holds, but one thread alone can be in Python at a time, and
+# one that has to wait for the other sleeps for longer than many a pass takes: on two cores, 1 x 8 x
+# 2048 x 64, four heads together took 0.86 of the time of one after the other, causal 0.78. Wider
+# heads have more to do in each call, and more in the cache beside the scores.
+BUDGET = 1 << 19
+_BUDGET_BY_WIDTH = 1 << 25
+_SHARES = 2  # of the work, to a thread
 _WORTH_SHARING = 1 << 18
 _ALIGNED = 16  # numbers in a vector
 
@@ -52,19 +57,23 @@ def block_sizes(problem: Problem, rows: int = BLOCK) -> tuple[int, int]:
     return min(queries, max(problem.query_length, 1)), min(keys, max(problem.key_length, 1))
 
 
-def host_block_sizes(problem: Problem, *, backward: bool = False) -> tuple[int, int]:
+def host_block_sizes(
+    problem: Problem, *, backward: bool = False, diagonal: bool = False
+) -> tuple[int, int]:
     """Return how many queries and keys make a tile in host memory.
 
+    Backwards, a tile has all its rows, and at a `diagonal` those that do not reach it are lost.
     Lengths are cut evenly. Rows much longer than a window would mostly compute what is masked.
     """
     if problem.block_size is not None:
         return block_sizes(problem)
     width = max(problem.width, problem.value_width, 1)
-    rows, most_keys = HOST_ROWS, HOST_KEYS
+    rows = HOST_ROWS if problem.query_length < _TALL_FROM else _TALL_ROWS
+    most_keys = HOST_KEYS
     if width <= (_NARROW_BACKWARD if backward else _NARROW):
         if backward:  # which sums over the rows, too
-            rows = min(rows, _aligned(_SUMMED_ROWS // width))
-        most_keys = min(HOST_ROWS * HOST_KEYS // rows, _aligned(_SUMMED_KEYS // width))
+            rows = min(rows, _aligned(_SUMMED_ROWS // width), BLOCK // 2 if diagonal else rows)
+        most_keys = min(HOST_KEYS, _aligned(_SUMMED_KEYS // width))
     if problem.span is not None:
         rows = max(_WINDOW_ROWS, min(rows, problem.span))
     if problem.query_length < FEW_ROWS:
@@ -100,7 +109,7 @@ def batching(problem: Problem, budget: int, most_rows: int = BLOCK) -> tuple[tup
 def scan_batching(problem: Problem, budget: int, *, limited: bool) -> tuple[tuple[int, int], int]:
     """Return the same for a compiled loop; `limited` where positions decide what is allowed."""
     tall = budget <= _PROCESSOR and not limited
-    return batching(problem, budget, _TALL_ROWS if tall else BLOCK)
+    return batching(problem, budget, _TALL_SCAN_ROWS if tall else BLOCK)
 
 
 def cuts(sizes: tuple[int, ...], capacity: int) -> list[list[slice]]:
@@ -152,6 +161,8 @@ def reach(limits: Limits, rows: tuple[int, int], key_length: int) -> Reach:
     """Return which keys the rows [start, stop) reach under limits of host values."""
     start, stop = rows
     first, end, inner_first, inner_end = 0, key_length, 0, key_length
+    if not limits.items():
+        return Reach(first, end, inner_first, inner_end)
     if not all(is_host(limit) for _, limit in limits.items()):
         return Reach(0, key_length, key_length, 0)
     if limits.low is not None:
@@ -216,6 +227,9 @@ def tiles(
 def take_limits(limits: Limits, index: Index) -> Limits:
     """Return the limits of one chunk; one item alone has plain numbers."""
 
+    if not limits.items():
+        return limits
+
     def part(limit: Any) -> Any:
         # Values over the batch have all their lead axes; the head axes are of size 1.
         chosen = take(limit, index)
@@ -226,8 +240,10 @@ def take_limits(limits: Limits, index: Index) -> Limits:
     return Limits(**{name: part(limit) for name, limit in limits.items()})
 
 
-def host_capacity(call: Call, tile: int, *, whole_groups: bool = False) -> int:
-    """Return how many heads are done together: enough to fill a tile, few enough to share out.
+def host_capacity(
+    call: Call, tile: tuple[int, int], threads: int, *, whole_groups: bool = False
+) -> int:
+    """Return how many heads are done together: enough to fill a budget, few enough to share out.
 
     With `whole_groups`, sharing out splits no group: the gradients of a key are summed over its
     group, and the order of that sum must not depend on how many others are in the call.
@@ -235,13 +251,17 @@ def host_capacity(call: Call, tile: int, *, whole_groups: bool = False) -> int:
     problem = call.problem
     heads = math.prod((*problem.batch, *problem.heads))
     numbers = problem.key_length * (problem.width + problem.value_width)
-    together = capacity(BUDGET, tile)
+    budget = min(BUDGET, _BUDGET_BY_WIDTH // max(problem.width, problem.value_width, 1))
+    together = capacity(budget, math.prod(tile))
     if heads * numbers > _WORTH_SHARING:
         least = problem.groups if whole_groups else 1
-        together = min(together, max(least, heads // _SHARES))
+        blocks = -(-problem.query_length // tile[0])
+        together = min(together, max(least, heads * blocks // (_SHARES * threads)))
     by_item = {name for name, limit in call.limits.items() if isinstance(limit, np.ndarray)}
-    if by_item & {"low", "high"} or (by_item and problem.span is not None):
-        # Tiles are cut to what the rows reach, and an item gets the bits that it gets alone.
+    cut = by_item & {"low", "high"} or (by_item and problem.span is not None)
+    if cut or (by_item and problem.key_length > tile[1]):
+        # Tiles are cut to what the rows reach, and an item gets the bits that it gets alone; and no
+        # item is to visit keys that only another one reaches.
         together = min(together, math.prod(problem.heads))
     return together
 

@@ -63,8 +63,13 @@ class Limits:
     query_length: Limit = None
 
     def items(self) -> list[tuple[str, Limit]]:
-        names = ("low", "high", "key_length", "query_length")
-        return [(name, getattr(self, name)) for name in names if getattr(self, name) is not None]
+        pairs = (
+            ("low", self.low),
+            ("high", self.high),
+            ("key_length", self.key_length),
+            ("query_length", self.query_length),
+        )
+        return [pair for pair in pairs if pair[1] is not None]
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -18,6 +19,7 @@ from portable_attention.core import plan
 from portable_attention.core.blocks import Blocks, overlapping
 from portable_attention.core.heads import Heads
 from portable_attention.core.problem import Call, Limits
+from portable_attention.core.threads import usable_threads
 
 # Measured on two cores of an AMD EPYC with AVX-512, one head of 65536 rows, d = 64 and 128: spans
 # of up to 257 take a fifth to two thirds of the time that they take in tiles of the common size,
@@ -26,7 +28,7 @@ _ROWS = 64
 _WIDEST = 768
 # Scores of a chunk. Python between the calls counts as much as the cache here: half of it takes 1.1
 # times as long, a quarter 1.8 times, and more than this saves 3 %.
-_BUDGET = 2 * plan.BUDGET
+_BUDGET = plan.BUDGET
 # Shared out among the threads, but for a few blocks, which take less together.
 _TOGETHER, _SHARES = 4, 8
 # Rows between the ends, in windows, that make up for what the ends cost as calls of their own.
@@ -41,7 +43,7 @@ class Piece:
     rows: tuple[int, int]
     blocks: int | None = None
 
-    @property
+    @cached_property
     def tile(self) -> tuple[int, int]:
         return plan.host_block_sizes(self.call.problem)
 
@@ -52,14 +54,14 @@ class Piece:
 
     @property
     def capacity(self) -> int:
-        problem, scores = self.call.problem, math.prod(self.tile)
+        problem = self.call.problem
         if self.blocks is None:
-            return plan.host_capacity(self.call, scores)
-        most = plan.capacity(_BUDGET, scores)
+            return plan.host_capacity(self.call, self.tile, usable_threads())
+        most = plan.capacity(_BUDGET, math.prod(self.tile))
         shared = math.prod((*problem.batch, *problem.heads)) // _SHARES
         return min(most, max(shared, _TOGETHER))
 
-    @property
+    @cached_property
     def cuts(self) -> list[list[slice]]:
         """The cuts of (*batch, [blocks,] Hkv, G); neighbouring blocks, which share keys, first."""
         problem = self.call.problem
