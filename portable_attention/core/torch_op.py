@@ -9,6 +9,7 @@ Transforms of `torch.func` and forward mode go through plain tensor operations a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,12 @@ def takes(*arrays: Any) -> bool:
         isinstance(array, Tensor) and array.requires_grad for array in arrays
     )
     return recorded and not transforming()
+
+
+def beneath_autograd() -> AbstractContextManager[None]:
+    """Return what surrounds a call within the operator: nothing is recorded there."""
+    context: AbstractContextManager[None] = torch.no_grad()
+    return context
 
 
 def attend(
