@@ -116,7 +116,8 @@ def _integers(
     backend: Backend, device: Any, name: str, given: Any, batch: tuple[int, ...]
 ) -> Limit:
     """Return an int, host values with axes (*batch, 1, 1, 1, 1), or such an unreadable array."""
-    if not (hasattr(given, "dtype") and hasattr(given, "shape")):
+    # NumPy's scalars are numbers here: before 2.1 they did not say where they lie.
+    if isinstance(given, np.integer) or not (hasattr(given, "dtype") and hasattr(given, "shape")):
         return whole_number(name, given, _WANTED)
     if "int" not in dtype_name(given):
         raise TypeError(f"{name} must be {_WANTED}, got one of dtype {dtype_name(given)}")
