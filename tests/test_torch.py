@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 import warnings
 
 import numpy as np
@@ -269,6 +270,25 @@ def test_autograd_keeps_nothing_of_the_size_of_the_scores(kind):
     assert 0 < sum(kept) < length**2
     output.sum().backward()
     assert all(array.grad is not None for array in inputs)
+
+
+def test_a_bias_that_is_not_learned_costs_no_gradient():
+    """It may be a view that is larger than its memory."""
+    length = 1500
+    bias = torch.linspace(-1, 0, length).expand(1, 1, length, length)
+    inputs = [torch.randn(1, 1, length, 8, requires_grad=True) for _ in range(3)]
+    tracemalloc.start()
+    try:
+        attention(*inputs, bias=bias).sum().backward()
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 4 * length**2
+    wanted = torch.autograd.grad(
+        attention(*inputs, bias=bias.clone().requires_grad_()).sum(), inputs
+    )
+    for array, gradient in zip(inputs, wanted, strict=True):
+        torch.testing.assert_close(array.grad, gradient)
 
 
 def test_tensors_that_are_not_dense_are_refused_by_name():
