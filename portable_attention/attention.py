@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any
 
 from portable_attention.backends import Array
@@ -142,11 +143,19 @@ def attention(
         "engine": engine,
         "block_size": block_size,
     }
-    if type(query).__module__.partition(".")[0] == "torch":
-        from portable_attention.core import torch_op  # it imports PyTorch
-
-        if torch_op.takes(query, key, value, bias, sinks):
-            return torch_op.attend(query, key, value, options, return_lse=return_lse)
+    operator = torch_operator(query, key, value, bias, sinks)
+    if operator is not None:
+        return operator.attend(query, key, value, options, return_lse=return_lse)
     call = validate(query, key, value, **options)
     output, lse = call.restore(*schedules.run(call))
     return (output, lse) if return_lse else output
+
+
+def torch_operator(query: Array, *others: Array | None) -> ModuleType | None:
+    """Return the module that makes a call one operator of PyTorch, None if it is not to be one."""
+    # Tensors may be of a class that is another package's.
+    if all(kind.__module__.partition(".")[0] != "torch" for kind in type(query).__mro__):
+        return None
+    from portable_attention.core import torch_op  # it imports PyTorch
+
+    return torch_op if torch_op.takes(query, *others) else None

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from portable_attention.attention import torch_operator
 from portable_attention.backends import Array
 from portable_attention.backends.base import dtype_name
 from portable_attention.core import engines, plan, windows
+from portable_attention.core.arguments import check_flag
+from portable_attention.core.dropout import Dropout
 from portable_attention.core.heads import in_columns
 from portable_attention.core.problem import Call, Limits, is_host
 from portable_attention.core.spec import validate
@@ -109,18 +113,26 @@ def explain(
     key: Array,
     value: Array,
     *,
-    engine: str = "auto",
+    mask: Array | None = None,
+    bias: Array | None = None,
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    query_offset: Any = None,
+    query_lengths: Any = None,
+    key_lengths: Any = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Array | None = None,
+    dropout: Dropout | None = None,
     return_lse: bool = False,
-    **options: Any,
+    layout: str = "bhld",
+    engine: str = "auto",
+    block_size: tuple[int, int] | None = None,
 ) -> Explanation:
     """Say what `attention` would do with these arguments, without computing anything.
 
-    Parameters
-    ----------
-    query, key, value : array
-        As for `attention`. Their values are not looked at.
-    engine, return_lse, **options
-        All other parameters of `attention`.
+    All parameters are those of `attention`. The values of query, key, value, mask, bias and sinks
+    are not looked at.
 
     Returns
     -------
@@ -149,8 +161,33 @@ def explain(
     >>> found.engine, found.tile, (found.skipped, found.full, found.mixed)
     ('portable', (640, 320), (288, 336, 104))
     """
-    call = validate(query, key, value, engine=engine, **options)
-    kernel, passed_over = engines.choose(call, engine)
+    check_flag("return_lse", return_lse)
+    operator = torch_operator(query, key, value, bias, sinks)
+    with nullcontext() if operator is None else operator.beneath_autograd():
+        call = validate(
+            query,
+            key,
+            value,
+            mask=mask,
+            bias=bias,
+            causal=causal,
+            window=window,
+            query_offset=query_offset,
+            query_lengths=query_lengths,
+            key_lengths=key_lengths,
+            scale=scale,
+            softcap=softcap,
+            sinks=sinks,
+            dropout=dropout,
+            layout=layout,
+            engine=engine,
+            block_size=block_size,
+        )
+        return _explain(call, return_lse=return_lse)
+
+
+def _explain(call: Call, *, return_lse: bool) -> Explanation:
+    kernel, passed_over = engines.choose(call, call.engine)
     problem = call.problem
     schedule, tile, together, memory = _tiling(call)
     heads = math.prod((*problem.batch, *problem.heads))

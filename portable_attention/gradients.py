@@ -77,7 +77,8 @@ def attention_vjp(
         ``pullback(d_output, d_lse=None)`` takes the gradient of a scalar by the output, and
         optionally by the lse, both in the shapes of these, and returns `Gradients`: the gradients
         of that scalar by query, key, value, bias and sinks. Axes along which an argument was
-        broadcast are summed. It may be called any number of times, with the same bits.
+        broadcast are summed. It may be called any number of times, with the same bits. It reads
+        the inputs again, so they must still hold what they held; output and lse may be changed.
 
     Raises
     ------
@@ -126,8 +127,11 @@ def attention_vjp(
     given = {"query": query, "key": key, "value": value, "bias": bias, "sinks": sinks}
     wide_output, inner_lse = schedules.run(call, wide=True)
     with np.errstate(all="ignore"):
-        dtype = call.backend.dtype(call.problem.dtype)
-        output, lse = call.restore(call.backend.astype(wide_output, dtype), inner_lse)
+        # The caller may change what he gets in place; the pullback has its own.
+        narrow = call.backend.astype(wide_output, call.backend.dtype(call.problem.dtype))
+        if narrow is wide_output:
+            narrow = call.backend.copied(wide_output)
+        output, lse = call.restore(narrow, call.backend.copied(inner_lse))
 
     def pullback(d_output: Array, d_lse: Array | None = None) -> Gradients:
         _check_cotangent(call, "d_output", d_output, output)

@@ -169,7 +169,7 @@ LENGTHS = [
             f"{name} of too high a rank", {name: np.array([[1, 1]])}, name, "(1, 2)", "(2,)"
         ),
         type_error(f"{name} as a float", {name: 2.0}, name, "2.0", "int"),
-        type_error(f"{name} as a bool", {name: True}, name, "True", "int"),
+        type_error(f"{name} as a bool", {name: True}, f"{name} must be an int or", "got True"),
         type_error(f"{name} as a list", {name: [1, 2]}, name, "[1, 2]", "int"),
         type_error(f"{name} as a string", {name: "all"}, name, "all", "int"),
         type_error(f"{name} of floats", {name: zeros(2)}, name, "float32", "int"),

@@ -94,6 +94,22 @@ def test_what_cannot_be_read_is_not_counted():
     assert "known when the call runs" in str(found[0])
 
 
+def test_what_autograd_records_is_the_call_beneath_it():
+    torch = pytest.importorskip("torch", reason="needs torch")
+    query = torch.zeros(1, 2, 64, 8)
+    for options in ({}, {"window": (3, 0)}):
+        plain = explain(query, query, query, **options)
+        assert explain(query.clone().requires_grad_(), query, query, **options) == plain
+        assert plain.schedule in ("native", "host tiles")
+
+
+@pytest.mark.parametrize("wrong", [{"masks": None}, {"return_lse": 1}])
+def test_wrong_options_are_refused_in_its_own_name(wrong):
+    query = np.zeros((4, 4))
+    with pytest.raises(TypeError, match=r"explain\(\) got|return_lse must be"):
+        explain(query, query, query, **wrong)
+
+
 def test_a_kernel_that_takes_the_call_is_named():
     torch = pytest.importorskip("torch", reason="needs torch")
     query = torch.zeros(1, 2, 64, 8)

@@ -11,6 +11,8 @@ import functools
 import numpy as np
 import pytest
 
+from portable_attention import attention_vjp
+
 from . import oracle
 from .accuracy import assert_near, gradients_of_oracle
 from .backends import Backend
@@ -236,6 +238,25 @@ def test_second_derivatives(backend: Backend):
             )
             difference = (along[name].sum() - against[name].sum()) / 2e-6
             np.testing.assert_allclose(second[index], difference, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.needs(compiled=False)  # arrays of JAX cannot be changed
+@pytest.mark.parametrize("length", [6, 200])
+def test_results_may_be_changed_before_the_pullback(backend: Backend, dtype, length):
+    """As in `output -= target; pullback(output)`, which makes no array."""
+    inputs = make_inputs(dtype=dtype, queries=length, keys=length)
+    own = [backend.asarray(array) for array in inputs.values()]
+    found = []
+    for change in (False, True):
+        (output, lse), pullback = attention_vjp(*own, return_lse=True)
+        cotangents = [backend.xp.ones_like(result) for result in (output, lse)]
+        if change:
+            output -= 100.0
+            lse *= 3.0
+        found.append(pullback(*cotangents))
+    for name in ("query", "key", "value"):
+        kept, changed = (backend.to_numpy(getattr(gradients, name)) for gradients in found)
+        np.testing.assert_array_equal(changed, kept)
 
 
 def test_sum_of_output_is_linear_in_the_values(backend: Backend, explicit):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 import warnings
 
 import numpy as np
@@ -243,10 +244,51 @@ def test_integers_and_arrays_that_the_dispatcher_would_refuse():
 
 def test_the_output_may_be_changed_in_place():
     query, key, value, *_ = tensors().values()
+    wanted = torch.autograd.grad((2 * (attention(query, key, value) + 1)).sum(), query)
     output = attention(query, key, value)
     output += 1
-    output.mul_(2).sum().backward()
-    assert query.grad is not None
+    found = torch.autograd.grad(output.mul_(2).sum(), query)
+    assert torch.equal(found[0], wanted[0])
+    assert found[0].abs().max() > 0.01
+
+
+class DerivedTensor(torch.Tensor):
+    pass
+
+
+@pytest.mark.parametrize("kind", [torch.Tensor, DerivedTensor])
+def test_autograd_keeps_nothing_of_the_size_of_the_scores(kind):
+    """For tensors of a class that another package has derived, too."""
+    length = 600
+    inputs = [torch.randn(1, 1, length, 8).as_subclass(kind).requires_grad_() for _ in range(3)]
+    kept = []
+    hooks = torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: kept.append(tensor.numel()) or tensor, lambda tensor: tensor
+    )
+    with hooks:
+        output = attention(*inputs, block_size=(100, 100))
+    assert 0 < sum(kept) < length**2
+    output.sum().backward()
+    assert all(array.grad is not None for array in inputs)
+
+
+def test_a_bias_that_is_not_learned_costs_no_gradient():
+    """It may be a view that is larger than its memory."""
+    length = 1500
+    bias = torch.linspace(-1, 0, length).expand(1, 1, length, length)
+    inputs = [torch.randn(1, 1, length, 8, requires_grad=True) for _ in range(3)]
+    tracemalloc.start()
+    try:
+        attention(*inputs, bias=bias).sum().backward()
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 4 * length**2
+    wanted = torch.autograd.grad(
+        attention(*inputs, bias=bias.clone().requires_grad_()).sum(), inputs
+    )
+    for array, gradient in zip(inputs, wanted, strict=True):
+        torch.testing.assert_close(array.grad, gradient)
 
 
 def test_tensors_that_are_not_dense_are_refused_by_name():

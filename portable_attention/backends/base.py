@@ -136,6 +136,10 @@ class Backend:
     def astype(self, array: Array, dtype: Any) -> Array:
         return array if array.dtype == dtype else self.xp.astype(array, dtype)
 
+    def copied(self, array: Array) -> Array:
+        """Return the same numbers in memory of their own, where arrays can be written to."""
+        return self.xp.asarray(array, copy=True)
+
     def asarray(self, values: np.ndarray[Any, Any], device: Any, dtype: str) -> Array:
         """Put small host values (lengths, offsets, seeds) on a device."""
         return self.xp.asarray(values.tolist(), dtype=self.dtype(dtype), device=device)

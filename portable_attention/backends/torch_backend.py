@@ -36,6 +36,9 @@ class TorchBackend(Backend):
 
         return (*torch_cuda.KERNELS, *self.kernels)
 
+    def copied(self, array: Array) -> Array:
+        return array.clone()  # asarray would leave the graph behind
+
     def asarray(self, values: np.ndarray[Any, Any], device: Any, dtype: str) -> Array:
         return torch.as_tensor(values.tolist(), dtype=self.dtype(dtype), device=device)
 

@@ -47,14 +47,14 @@ def described(given: Any) -> str:
     return repr(given)
 
 
-def whole_number(name: str, given: Any) -> int:
-    """Return an int, or raise TypeError."""
+def whole_number(name: str, given: Any, wanted: str = "an int") -> int:
+    """Return an int, or raise TypeError; `wanted` says all that is taken where ints are not all."""
     if isinstance(given, bool | np.bool_):
-        raise TypeError(f"{name} must be an int, got {given!r}")
+        raise TypeError(f"{name} must be {wanted}, got {given!r}")
     try:
         return operator.index(given)
     except TypeError:
-        raise TypeError(f"{name} must be an int, got {given!r}") from None
+        raise TypeError(f"{name} must be {wanted}, got {described(given)}") from None
 
 
 def check_flag(name: str, given: Any) -> None:

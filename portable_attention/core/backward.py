@@ -10,13 +10,13 @@ algorithm 4. With p the weights, o the output and do, dlse the cotangents of out
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from portable_attention.backends import Array
 from portable_attention.core import plan, tile
 from portable_attention.core.eager import Part, Tile, scale_query
-from portable_attention.core.problem import Problem
+from portable_attention.core.problem import Call, Problem
 
 _NEG_INF = float("-inf")
 # Up to here the lse is rounded no more coarsely than scores of its size are.
@@ -44,14 +44,21 @@ class Cotangents:
     lse: Array  # (*batch, Hkv, G, Lq)
     d_output: Array  # as output
     d_lse: Array | None  # as lse
+    # Whether the gradient of a bias is wanted: it may be as large as the scores.
+    of_bias: bool = True
 
     def map(self, convert: Callable[[Array], Array]) -> Cotangents:
-        return Cotangents(
-            *(
-                None if array is None else convert(array)
-                for array in (self.output, self.lse, self.d_output, self.d_lse)
-            )
+        arrays = {name: getattr(self, name) for name in ("output", "lse", "d_output", "d_lse")}
+        return replace(
+            self,
+            **{name: convert(array) for name, array in arrays.items() if array is not None},
         )
+
+    def wanted(self, call: Call) -> dict[str, Array]:
+        """Return the operands whose gradients are wanted."""
+        names = ("query", "key", "value", *(["bias"] if self.of_bias else []), "sinks")
+        operands = {name: getattr(call, name) for name in names}
+        return {name: array for name, array in operands.items() if array is not None}
 
     def part(self, index: plan.Index) -> Cotangents:
         return self.map(lambda array: plan.take(array, index))
@@ -107,7 +114,7 @@ def row_gradients(
         d_scores = ops.multiply(d_weights, weights)
         if careful and allowed is not None:
             d_scores = ops.select(d_scores, allowed, 0.0)
-        if bias is not None:
+        if bias is not None and given.of_bias:
             emit("bias", columns, d_scores)
         if slope is not None:
             d_scores = d_scores * slope

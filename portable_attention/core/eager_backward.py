@@ -20,9 +20,7 @@ def run(call: Call, given: Cotangents) -> dict[str, Array]:
     blocks, capacity = plan.batching(problem, backend.score_budget(call.device))
     cuts = plan.cuts((*problem.batch, problem.kv_heads), capacity)
     totals: dict[str, dict[Any, Array]] = {}
-    operands = {"query": call.query, "key": call.key, "value": call.value}
-    operands |= {name: getattr(call, name) for name in ("bias", "sinks")}
-    operands = {name: array for name, array in operands.items() if array is not None}
+    operands = given.wanted(call)
     if call.sinks is not None:
         operands["sinks"] = call.sinks[(*([None] * len(problem.batch)), ...)]
     for index in itertools.product(*cuts):
@@ -65,7 +63,7 @@ def _chunk(part: Part, given: Cotangents, blocks: tuple[int, int]) -> dict[str, 
     d_query, d_sinks = [], []
     for start in range(0, problem.query_length, block_q):
         rows = (start, min(start + block_q, problem.query_length))
-        if part.bias is not None:
+        if part.bias is not None and given.of_bias:
             if not bias_strips or part.bias.shape[-2] != 1:
                 bias_strips.append(_Strip(part, "bias", rows[1] - rows[0]))
             strips["bias"] = bias_strips[-1]

@@ -31,10 +31,9 @@ _BLOCKS_PER_TASK = 4
 def run(call: Call, given: Cotangents) -> dict[str, Array]:
     """Return the gradients of the call's operands, in their inner shapes and compute dtype."""
     problem = call.problem
-    names = ("query", "key", "value", "bias", "sinks")
-    operands = {name: getattr(call, name) for name in names if getattr(call, name) is not None}
     results = {
-        name: np.zeros(array.shape, problem.compute_dtype) for name, array in operands.items()
+        name: np.zeros(array.shape, problem.compute_dtype)
+        for name, array in given.wanted(call).items()
     }
     if "sinks" in results:
         results["sinks"] = results["sinks"][(*([np.newaxis] * len(problem.batch)), ...)]
@@ -46,7 +45,7 @@ def run(call: Call, given: Cotangents) -> dict[str, Array]:
     threads = usable_threads()
     capacity = plan.host_capacity(call, (block_q, block_k), threads, whole_groups=True)
     chunks = list(plan.chunks((*problem.batch, *problem.heads), capacity))
-    groups = _groups(call, chunks)
+    groups = _groups(results.get("bias"), chunks)
     starts = range(0, problem.query_length, block_q)
     step = max(1, min(_BLOCKS_PER_TASK, len(starts) // 2))
     runs = [
@@ -71,15 +70,15 @@ def run(call: Call, given: Cotangents) -> dict[str, Array]:
     return results
 
 
-def _groups(call: Call, chunks: list[plan.Index]) -> list[list[plan.Index]]:
+def _groups(bias: Array | None, chunks: list[plan.Index]) -> list[list[plan.Index]]:
     """Return the chunks that must be one task after the other, since they share bias rows."""
-    if call.bias is None or call.bias.shape[-2] == 1:
+    if bias is None or bias.shape[-2] == 1:
         return [[index] for index in chunks]
     shared: dict[Any, list[plan.Index]] = {}
     for index in chunks:
         key = tuple(
             None if size == 1 else (cut.start, cut.stop)
-            for size, cut in zip(call.bias.shape, index, strict=False)
+            for size, cut in zip(bias.shape, index, strict=False)
         )
         shared.setdefault(key, []).append(index)
     return list(shared.values())

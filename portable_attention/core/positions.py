@@ -16,6 +16,7 @@ from portable_attention.core.arguments import check_flag, described, whole_numbe
 from portable_attention.core.problem import Limit, Limits
 
 _UNLIMITED = Limits()
+_WANTED = "an int or an integer array over the batch axes"
 _FAR = 1 << 29  # beyond any length, and twice of it still fits into int32
 
 
@@ -115,15 +116,16 @@ def _integers(
     backend: Backend, device: Any, name: str, given: Any, batch: tuple[int, ...]
 ) -> Limit:
     """Return an int, host values with axes (*batch, 1, 1, 1, 1), or such an unreadable array."""
-    if not (hasattr(given, "dtype") and hasattr(given, "shape")):
-        return whole_number(f"{name} (an int or an integer array over the batch axes)", given)
+    # NumPy's scalars are numbers here: before 2.1 they did not say where they lie.
+    if isinstance(given, np.integer) or not (hasattr(given, "dtype") and hasattr(given, "shape")):
+        return whole_number(name, given, _WANTED)
     if "int" not in dtype_name(given):
-        raise TypeError(f"{name} must be an int or an integer array, got dtype {dtype_name(given)}")
+        raise TypeError(f"{name} must be {_WANTED}, got one of dtype {dtype_name(given)}")
     owner = common_backend({name: given})
     if owner is not backend and owner.name != "numpy":
         raise TypeError(
             f"{name} is an array of {owner.name}, but query is one of {backend.name}: "
-            f"pass an int, or an array of {backend.name} or NumPy"
+            f"pass an int, or an array of {' or '.join(dict.fromkeys((backend.name, 'numpy')))}"
         )
     place = owner.device(given)
     if owner is backend and None not in (place, device) and place != device:

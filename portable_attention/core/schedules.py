@@ -53,12 +53,9 @@ def run_backward(call: Call, given: Cotangents) -> dict[str, Array]:
     """Return the gradients of the call's operands, in their inner shapes and compute dtype."""
     backend = call.backend
     if 0 in call.problem.output_shape[:-1]:
-        names = ("query", "key", "value", "bias", "sinks")
-        operands = {name: getattr(call, name) for name in names}
         return {
             name: _zeros(call, tuple(array.shape), call.problem.compute_dtype)
-            for name, array in operands.items()
-            if array is not None
+            for name, array in given.wanted(call).items()
         }
     with np.errstate(all="ignore"), backend.settings(call.device):
         if backend.schedule == "scan":

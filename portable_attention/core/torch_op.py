@@ -9,6 +9,7 @@ Transforms of `torch.func` and forward mode go through plain tensor operations a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,12 @@ def takes(*arrays: Any) -> bool:
         isinstance(array, Tensor) and array.requires_grad for array in arrays
     )
     return recorded and not transforming()
+
+
+def beneath_autograd() -> AbstractContextManager[None]:
+    """Return what surrounds a call within the operator: nothing is recorded there."""
+    context: AbstractContextManager[None] = torch.no_grad()
+    return context
 
 
 def attend(
@@ -222,20 +229,25 @@ def _attend_backward(
     engine: str,
     block_q: int | None,
     block_k: int | None,
+    of_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key, value, bias and sinks; of size 0 for what is absent."""
-    inputs = tuple(locals().values())[4:]
+    """Return the gradients of query, key, value, bias and sinks; of size 0 for what is absent.
+
+    That of the bias is made only if `of_bias`.
+    """
+    inputs = tuple(locals().values())[4:-1]
     call = _validated(inputs)
     given = Cotangents(
         wide,
         call.inner(lse, rows=True),
         torch.zeros_like(wide) if d_output is None else call.inner(d_output),
         None if d_lse is None else call.inner(d_lse, rows=True),
+        of_bias,
     )
     found = schedules.run_backward(call, given)
     operands = dict(zip(_DIFFERENTIABLE, (query, key, value, bias, sinks), strict=True))
     gradients = [
-        query.new_empty(0) if array is None else call.outer(name, found[name], array).contiguous()
+        call.outer(name, found[name], array).contiguous() if name in found else query.new_empty(0)
         for name, array in operands.items()
     ]
     return gradients[0], gradients[1], gradients[2], gradients[3], gradients[4]
@@ -244,6 +256,7 @@ def _attend_backward(
 @_attend_backward.register_fake
 def _(*inputs: Any) -> tuple[Tensor, ...]:
     query, key, value, _, bias, sinks = inputs[4:10]
+    bias = bias if inputs[-1] else None
     return tuple(
         query.new_empty(0)
         if array is None
@@ -271,11 +284,12 @@ def _backward(
     lse, wide, *inputs = _saved(ctx)
     if d_output is None and d_lse is None:
         return (None,) * len(inputs)
-    gradients = iter(_attend_backward(d_output, d_lse, lse, wide, *inputs))
+    of_bias = ctx.needs_input_grad[4]
+    gradients = iter(_attend_backward(d_output, d_lse, lse, wide, *inputs, of_bias))
     query, key, value = next(gradients), next(gradients), next(gradients)
     bias, sinks = (
-        gradient if given is not None else None
-        for gradient, given in zip(gradients, inputs[4:6], strict=True)
+        gradient if wanted else None
+        for gradient, wanted in zip(gradients, (of_bias, inputs[5] is not None), strict=True)
     )
     return (query, key, value, None, bias, sinks, *([None] * (len(inputs) - 6)))
 
@@ -304,7 +318,7 @@ def _backward_of_backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ..
                 known = again and inputs[place].requires_grad
                 leaves[place] = inputs[place] if known else inputs[place].detach().requires_grad_()
         arguments = [leaves.get(place, one) for place, one in enumerate(inputs)]
-        call = _validated(arguments[4:])
+        call = _validated(arguments[4:-1])
         results = call.restore(*eager.run(call, inputs[4].dtype))
         given = [place for place in _COTANGENTS if place in leaves]
         operands = [place for place in _OPERANDS if place in leaves]

@@ -197,9 +197,9 @@ def flash_attn_varlen_func(
     for number in range(len(starts_q) - 1):
         rows = slice(starts_q[number], starts_q[number + 1])
         columns = slice(starts_k[number], starts_k[number + 1])
-        slopes = alibi_slopes
-        if alibi_slopes is not None and alibi_slopes.ndim == 2:
-            slopes = alibi_slopes[number, ...]
+        slopes: Any = alibi_slopes
+        if getattr(slopes, "ndim", None) == 2:
+            slopes = slopes[number, ...]
         out, lse, _ = flash_attn_func(
             q[None, rows, ...],
             k[None, columns, ...],

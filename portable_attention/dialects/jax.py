@@ -7,7 +7,7 @@ from typing import Any
 
 from portable_attention.attention import attention
 from portable_attention.backends import Array
-from portable_attention.core.arguments import check_flag, described
+from portable_attention.core.arguments import check_flag, described, whole_number
 from portable_attention.dialects._shared import adapter, check_offset, lacks
 
 _NAME = "dot_product_attention of JAX"
@@ -90,10 +90,12 @@ def dot_product_attention(
         raise ValueError(f"implementation must be None, 'xla' or 'cudnn', got {implementation!r}")
     lifted = [_lift(name, a) for name, a in (("query", query), ("key", key), ("value", value))]
     options: dict[str, Any] = {}
-    if is_causal or local_window_size is not None:
-        options = {"causal": is_causal, "query_offset": "start", "window": local_window_size}
-    if isinstance(local_window_size, int) and not isinstance(local_window_size, bool):
-        options["window"] = (local_window_size, local_window_size)
+    window = local_window_size
+    if window is not None and not isinstance(window, tuple | list):
+        side = whole_number("local_window_size", window, "an int or a pair (left, right)")
+        window = (side, side)
+    if is_causal or window is not None:
+        options = {"causal": is_causal, "query_offset": "start", "window": window}
     result = attention(
         *lifted,
         bias=bias,

@@ -114,8 +114,10 @@ def attention(
     causal = _check_flags(is_causal, qk_matmul_output_mode, return_qk_matmul_output)
     window = window_of("window", (left_window_size, right_window_size))
     packed = getattr(Q, "ndim", None) == 3
-    arrays = {"Q": Q, "K": K, "V": V, "past_key": past_key, "past_value": past_value}
-    backend = common_backend({name: array for name, array in arrays.items() if array is not None})
+    arrays = {"Q": Q, "K": K, "V": V}
+    caches = {"past_key": past_key, "past_value": past_value}
+    arrays |= {name: array for name, array in caches.items() if array is not None}
+    backend = common_backend(arrays)
     query = _heads_first(backend, "Q", Q, q_num_heads, "q_num_heads")
     key = _heads_first(backend, "K", K, kv_num_heads, "kv_num_heads")
     value = _heads_first(backend, "V", V, kv_num_heads, "kv_num_heads")

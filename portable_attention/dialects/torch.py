@@ -106,6 +106,11 @@ def native(backend: str | None = None) -> Callable[..., Any]:
         It takes tensors, and mask or bias, causal and scale, one restriction at a time as the
         original does. Other options are a NotImplementedError that names them.
 
+    Raises
+    ------
+    ValueError
+        For a `backend` that PyTorch does not have.
+
     References
     ----------
     https://docs.pytorch.org/docs/stable/generated/torch.nn.attention.sdpa_kernel.html
@@ -123,7 +128,10 @@ def native(backend: str | None = None) -> Callable[..., Any]:
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    chosen = None if backend is None else getattr(SDPBackend, backend.upper())
+    known = {name.lower(): one for name, one in SDPBackend.__members__.items()}
+    if backend is not None and backend not in known:
+        raise ValueError(f"backend must be one of {', '.join(known)}, got {backend!r}")
+    chosen = None if backend is None else known[backend]
 
     def kernel(query: Array, key: Array, value: Array, **options: Any) -> Any:
         check_offset(_NAME, "start", options, query.shape[-2], key.shape[-2])

@@ -74,6 +74,20 @@ ERRORS: dict[str, tuple[str, tuple[Any, ...], dict[str, Any], type[Exception], s
         TypeError,
         "query must be an array",
     ),
+    "jax window as a float": (
+        "jax.dot_product_attention",
+        SAME,
+        {"local_window_size": 2.5},
+        TypeError,
+        r"local_window_size must be an int or a pair \(left, right\), got 2.5",
+    ),
+    "slopes of packed sequences as a list": (
+        "flash.flash_attn_varlen_func",
+        (PACKED, PACKED, PACKED, [0, 5], [0, 5]),
+        {"alibi_slopes": [0.5, 0.5]},
+        TypeError,
+        "alibi_slopes must be an array",
+    ),
     "jax kernel": (
         "jax.dot_product_attention",
         SAME,

@@ -192,6 +192,7 @@ ERRORS: dict[str, tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] 
     "precision": ((Q, K, V), {"softmax_precision": 7}, ValueError, "softmax_precision must be"),
     "softcap": ((Q, K, V), {"softcap": -1.0}, ValueError, "softcap"),
     "lengths": ((Q, K, V), {"nonpad_kv_seqlen": np.array([1, 8])}, ValueError, "key_lengths"),
+    "None": ((Q, None, V), {}, TypeError, "K must be an array"),
     "not an array": (([[1.0]], K, V), {}, TypeError, "Q must be an array"),
 }
 
