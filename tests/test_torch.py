@@ -227,6 +227,13 @@ def test_empty_outputs_are_connected_to_their_inputs(shape):
     assert query.grad.shape == query.shape
 
 
+def test_arrays_of_lengths_for_no_items_have_their_shape():
+    query, key, value = (torch.zeros(0, 3, 2, 5, 4, requires_grad=True) for _ in range(3))
+    none = np.zeros((0, 3), np.int64)
+    options = {"query_offset": none, "query_lengths": none, "key_lengths": none}
+    assert attention(query, key, value, causal=True, **options).shape == query.shape
+
+
 def test_integers_and_arrays_that_the_dispatcher_would_refuse():
     query, key, value, *_ = tensors().values()
     far = {"query_offset": 10**30, "window": (10**30, 0), "block_size": (10**20, 4)}
