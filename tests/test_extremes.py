@@ -46,6 +46,17 @@ def test_tiny_values_under_small_weights(backend: Backend, rows):
 
 
 @ROWS
+def test_scores_far_below_a_sink(backend: Backend, rows):
+    """exp of the distance of a sink from 0 has few digits, or none; what it multiplies has all."""
+    root = np.sqrt(30.0)
+    sinks = np.array([110], f)
+    found = attend(backend, full(rows, root), full(4, root), full(4, 1), scale=1.0, sinks=sinks)
+    expected = 4 * np.exp(float(f(root)) ** 2 - 110)
+    np.testing.assert_allclose(found.output, full(rows, expected), rtol=2e-5)
+    np.testing.assert_allclose(found.lse, np.full((1, 1, rows), 110), rtol=1e-6)
+
+
+@ROWS
 def test_the_mean_of_values_near_the_largest_number(backend: Backend, rows):
     found = attend(backend, full(rows, 0), full(4, 0), full(4, 3e38))
     np.testing.assert_allclose(found.output, full(rows, 3e38), rtol=1e-6)

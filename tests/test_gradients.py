@@ -177,6 +177,21 @@ def test_gradients_of_broadcast_inputs_are_summed(backend: Backend, explicit):
     check(backend, arguments, how={"explicit": explicit}, **cotangents_of(arguments))
 
 
+@pytest.mark.parametrize("name", ["query", "key", "value"])
+def test_one_input_is_broadcast_over_a_batch_of_many_rows(backend: Backend, explicit, name):
+    """The rows of one query may meet the keys of several items, and have an lse with each."""
+    arguments = make_inputs(batch=(2,), heads=2, key_heads=1, queries=300)
+    arguments[name] = arguments[name][:1]
+    check(backend, arguments, how={"explicit": explicit}, **cotangents_of(arguments))
+
+
+@pytest.mark.parametrize("widths", [(0, 0), (0, 3), (3, 0)])
+def test_no_width_and_many_rows(backend: Backend, explicit, widths):
+    arguments = make_inputs(heads=2, key_heads=1, queries=300, width=widths[0])
+    arguments["value"] = arguments["value"][..., : widths[1]]
+    check(backend, arguments, how={"explicit": explicit}, **cotangents_of(arguments))
+
+
 def test_every_dtype(backend: Backend, dtype, explicit):
     """Gradients have the dtype of their argument, whatever that of the others."""
     arguments = make_inputs(dtype=dtype, heads=4, key_heads=2)

@@ -180,6 +180,27 @@ def test_numpy_gives_each_item_the_bits_it_has_alone(backend: Backend, number):
             assert_same_bits(alone, [result[item, 2 * group : 2 * group + 2] for result in whole])
 
 
+def unaligned(array):
+    """Return the same numbers where no number begins at a multiple of its size."""
+    memory = np.zeros(array.nbytes + 1, np.uint8)[1:].view(array.dtype).reshape(array.shape)
+    memory[...] = array
+    return memory
+
+
+@pytest.mark.needs(library="numpy")
+@pytest.mark.parametrize("queries", [3, 16, 300])
+@pytest.mark.parametrize("width", [4, 80, 200])
+def test_numpy_gives_unaligned_arrays_the_same_bits(backend: Backend, dtype, queries, width):
+    """As of a file that was mapped into memory; gradients, too."""
+    inputs = make_inputs(queries=queries, keys=40, width=width, value_width=width, dtype=dtype)
+    moved = {name: unaligned(array) for name, array in inputs.items()}
+    options = {"key_lengths": 33}
+    assert_same_bits(attend(backend, **inputs, **options), attend(backend, **moved, **options))
+    output, pullback = attention_vjp(**inputs, **options)
+    _, pullback_of_moved = attention_vjp(**moved, **options)
+    assert_same_bits(pullback(output)[:3], pullback_of_moved(unaligned(output))[:3])
+
+
 OFFSETS = {"query_offset": np.array([0, 37, -50])}
 LENGTHS = {"query_offset": "end", "key_lengths": np.array([300, 190, 7])}
 

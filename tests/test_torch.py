@@ -97,6 +97,29 @@ def test_compile_makes_one_graph_without_tiles(dynamic):
     assert len(nodes) < 12  # the operator and what takes its results apart
 
 
+@pytest.mark.parametrize("option", [{"causal": True}, {"window": (2, 1)}])
+@pytest.mark.parametrize("offset", ["start", "end", "own"])
+def test_a_compiled_call_takes_other_lengths(option, offset):
+    """As in decoding, where the diagonal moves with lengths that the compiler has as symbols."""
+
+    def call(query, key):
+        own = key.shape[-2] - query.shape[-2]
+        place = own if offset == "own" else offset
+        return attention(query, key, key, query_offset=place, **option)
+
+    torch._dynamo.reset()  # it counts the compilations of this function over all tests
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager", dynamic=True)
+    for rows, keys in ((3, 5), (4, 9), (6, 7)):
+        results = []
+        for function in (call, compiled):
+            query, key = (torch.ones(2, size, 4).cumsum(1).div(8) for size in (rows, keys))
+            query.requires_grad_()
+            output = function(query, key)
+            output.sum().backward()
+            results.append((output, query.grad))
+        assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
 def test_gradients_of_a_compiled_call():
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
     results = []
@@ -226,6 +249,13 @@ def test_empty_outputs_are_connected_to_their_inputs(shape):
     query, key, value = (torch.zeros(*shape, 3, requires_grad=True) for _ in range(3))
     attention(query, key, value).sum().backward()
     assert query.grad.shape == query.shape
+
+
+def test_arrays_of_lengths_for_no_items_have_their_shape():
+    query, key, value = (torch.zeros(0, 3, 2, 5, 4, requires_grad=True) for _ in range(3))
+    none = np.zeros((0, 3), np.int64)
+    options = {"query_offset": none, "query_lengths": none, "key_lengths": none}
+    assert attention(query, key, value, causal=True, **options).shape == query.shape
 
 
 def test_integers_and_arrays_that_the_dispatcher_would_refuse():

@@ -157,7 +157,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         help="take an integer mask of 0 and 1, 1 = may attend (default: a mask must be bool)",
     )
     what.add_argument("--layout", choices=("bhld", "blhd"), default="bhld", help="order of axes")
-    what.add_argument("--engine", default=None, help="auto or portable")
+    what.add_argument("--engine", default=None, help="auto, portable or native")
     what.add_argument(
         "--block-size", type=options.block_size, metavar="QUERIES,KEYS", help="force a tiling"
     )

@@ -61,6 +61,8 @@ class Folded:
 
 
 def _ending_in(rows: Array, *ends: Array) -> Array:
-    missing = [np.zeros_like(rows[..., :1])] * (FOLDED - len(ends))
-    ends = tuple(np.broadcast_to(end, (*rows.shape[:-1], 1)) for end in ends)
-    return np.concatenate([rows, *ends, *missing], axis=-1)
+    # The rows may belong to several items of the batch, or have no columns at all.
+    lead = np.broadcast_shapes(rows.shape[:-1], *(end.shape[:-1] for end in ends))
+    missing = [np.zeros((*lead, 1), rows.dtype)] * (FOLDED - len(ends))
+    spread = [np.broadcast_to(array, (*lead, array.shape[-1])) for array in (rows, *ends)]
+    return np.concatenate([*spread, *missing], axis=-1)

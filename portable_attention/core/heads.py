@@ -123,16 +123,17 @@ class Heads(eager.Part):
 
     def _is_packed(self, array: Array) -> bool:
         rows = (array.shape[-1] * array.itemsize, array.itemsize)
-        return bool(array.dtype == self.dtype and array.strides[-2:] == rows)
+        packed = array.dtype == self.dtype and array.strides[-2:] == rows
+        return bool(packed and array.flags.aligned)
 
     def _packed(self, array: Array) -> Array:
-        """Return an array in the dtype of the scores and in packed rows.
+        """Return an array in the dtype of the scores and in packed rows, aligned.
 
         BLAS wants them so, and gives other bits for other strides.
         """
         if self._is_packed(array):
             return array
-        return np.ascontiguousarray(array, self.dtype)
+        return np.require(array, self.dtype, ("C", "A"))
 
     @property
     def largest_keys(self) -> tuple[Array, Array]:

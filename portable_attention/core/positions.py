@@ -157,7 +157,7 @@ def _unless_whole(limit: Limit, length: int) -> Limit:
 
 def _clamp(backend: Backend, offset: Limit, shift: int, far: int) -> Limit:
     """Return offset + shift, clamped to [-far, far], beyond which nothing changes."""
-    if isinstance(offset, int):
+    if not hasattr(offset, "dtype"):  # an int, or PyTorch's symbol of one
         return max(-far, min(far, offset + shift))
     shift = max(-_FAR, min(_FAR, shift))
     if isinstance(offset, np.ndarray):

@@ -132,9 +132,10 @@ def finish(
     if sinks is not None:
         level = xp.maximum(maximum, backend.stop_gradient(sinks))
         level_shift = finite_shift(xp, level)
-        decay = xp.exp(maximum - level_shift)
-        denominator = denominator * decay + xp.exp(sinks - level_shift)
-        accumulator = accumulator * decay
+        # In two steps: far below a sink, one factor alone would underflow before the sums do.
+        decay = xp.exp((maximum - level_shift) * 0.5)
+        denominator = denominator * decay * decay + xp.exp(sinks - level_shift)
+        accumulator = accumulator * decay * decay
         shift = level_shift
     if keep_rate != 1.0:
         accumulator = accumulator * (1.0 / keep_rate if keep_rate else 0.0)

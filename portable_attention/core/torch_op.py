@@ -108,7 +108,8 @@ def _number_or_tensor(name: str, given: Any, device: Any) -> tuple[int | None, T
     if isinstance(given, np.ndarray):
         wide = given.astype(np.uint64 if given.dtype.kind == "u" else np.int64)
         near = np.minimum(wide, wide.dtype.type(_FAR))
-        return None, torch.tensor(near.tolist(), dtype=torch.int64, device=device)
+        values = torch.tensor(near.tolist(), dtype=torch.int64, device=device)
+        return None, values.reshape(near.shape)  # of which a list without numbers says nothing
     return _near(name, given), None
 
 
