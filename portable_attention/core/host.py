@@ -130,7 +130,7 @@ def _attend_again(
 def _sum_again(
     heads: Heads, rows: tuple[int, int], near_one: Array, output: Array, lse: Array
 ) -> None:
-    """Write the lse of those rows (..., q, 1) whose weights sum to nearly 1, which has a log near 0.
+    """Write the lse of those rows (..., q, 1) whose weights sum to nearly 1: its log is near 0.
 
     Relative to the maximum, the sum has all the digits that the log needs.
     """

@@ -226,7 +226,6 @@ def tiles(
 
 def take_limits(limits: Limits, index: Index) -> Limits:
     """Return the limits of one chunk; one item alone has plain numbers."""
-
     if not limits.items():
         return limits
 

@@ -48,6 +48,9 @@ def attend_small(call: Call, dtype: Any) -> tuple[Array, Array] | None:
         and query.flags.c_contiguous
         and key.flags.c_contiguous
         and value.flags.c_contiguous
+        and query.flags.aligned
+        and key.flags.aligned
+        and value.flags.aligned
     )
     if not bare:
         return None
