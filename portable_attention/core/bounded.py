@@ -2,9 +2,14 @@
 
 Nothing is subtracted from the scores and nothing rescaled. Their exponentials are taken in whatever
 base the library is fastest in, with the factor between the bases in the scale of the query.
+
+A bias is not bounded, only looked at here and there (`Heads.ways_of_bias`): where it leads out of
+the range of exp, the sums of the row show it, and the row is computed again.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 
@@ -18,6 +23,11 @@ from portable_attention.core.heads import Heads
 _SMALL_DENOMINATOR = 1e-7
 _SMALL_SUM = 1e-30
 _NEAR_ONE = (0.37, 2.72)  # the log of which lies within (-1, 1)
+# Beside a bias. Steep slopes leave a row one key that counts, so that a good part of the denominators
+# lies within (0.37, 2.72); closer to 1, the log has lost more than two of its seven digits.
+_NEAR_ONE_BIASED = (0.99, 1.01)
+# Of a sum of a few exponentials of a bias: exp(32) and more, whose rounding would tell.
+_LARGE_DENOMINATOR = 1e15
 
 
 def attend_bounded(
@@ -28,6 +38,7 @@ def attend_bounded(
     output: Array,
     lse: Array,
     *,
+    low: bool = False,
     careful: bool = False,
 ) -> tuple[Array | None, Array | None]:
     """Write the results of scores that are known to be small, whose exp needs no maximum.
@@ -35,22 +46,25 @@ def attend_bounded(
     Return the rows that met NaN or infinities and those that lost digits, None where there are
     none: both are to be computed again, the first kind with `careful`. That costs more, selects
     where this multiplies by what is allowed, and gives all other rows the same bits. `finite`,
-    (..., 1, 1), marks the heads whose scores are all known to be finite.
+    (..., 1, 1), marks the heads whose scores are all known to be finite, and `low` says that a bias is
+    far below 0 in places.
     """
     ops = heads.ops
-    scores_of = _Scores(heads, query)
+    biased = heads.bias is not None
+    weights_of = _Weights(heads, query, low=low)
     garbage = _Garbage(heads, rows[1] - rows[0]) if careful and not heads.ordinary_values else None
     shape = (*heads.lead, rows[1] - rows[0])
     total = np.zeros((*shape, 1), heads.dtype)
     sums = ops.buffer("sums", (*shape, heads.call.problem.value_width), heads.dtype)
     begun = False
     occupied = np.zeros(total.shape, bool) if careful else None
-    for met in heads.tiles(rows, heads.block_k, trim=True):
+    for met in heads.tiles(rows, heads.block_k, trim=True, finite=not careful):
         here = slice(*met.rows)
-        weights = ops.exp_of_units(scores_of(here, met.key))
+        weights = weights_of(here, met.key, met.bias)
         if occupied is not None:
             occupied[..., here, :] |= True if met.allowed is None else _any(met.allowed)
-        if met.allowed is not None and careful:
+        if met.allowed is not None and (careful or biased):
+            # The exponential of a masked bias may well have overflowed.
             weights = ops.select(weights, met.allowed, 0.0)
         elif met.allowed is not None:
             weights = ops.multiply(weights, met.allowed)
@@ -68,39 +82,47 @@ def attend_bounded(
         begun = True
     if not begun:
         sums[...] = 0.0
-    if careful:
+    if careful and not biased:
         # Only a score of +inf makes an infinite sum here; its row is NaN.
         total = np.where(np.isinf(total), np.nan, total)
-    wrong, harmed = faults(sums, total)
-    # A row that has seen nothing is empty, or has seen scores of -inf alone.
+    wrong, harmed = faults(sums, total, biased=biased)
+    # A row that has seen nothing is empty, or has seen scores of -inf or a very low bias alone.
+    nothing = total == 0.0
+    if biased and occupied is None and nothing.any():
+        occupied = _occupied(heads, rows)
     if occupied is not None:
-        harmed = either(harmed, (total == 0.0) & occupied)
+        harmed = either(harmed, nothing & occupied)
     elif not finite.all():
-        wrong = either(wrong, (total == 0.0) & ~finite)
+        wrong = either(wrong, nothing & ~finite)
     _finish(heads, rows, sums, total, garbage, output, lse)
     return wrong, harmed
 
 
-class _Scores:
-    """The scores of a block of queries, in the units that `HostOps.exp_of_units` takes."""
+class _Weights:
+    """The exponentials of the scores of a block of queries."""
 
-    def __init__(self, heads: Heads, query: Array) -> None:
+    def __init__(self, heads: Heads, query: Array, *, low: bool) -> None:
         self.ops, self.softcap = heads.ops, heads.call.problem.softcap
-        self.unit = self.ops.exponent_unit(heads.dtype)
+        self.low = low
+        # A bias is added to the scores as they are.
+        self.unit = self.ops.exponent_unit(heads.dtype) if heads.bias is None else 1.0
         scale = heads.call.problem.scale
         if self.softcap is None:
             scale *= self.unit
         early, self.late_scale = eager.split_scale(scale, largest=1.5)
         self.query = query if early == 1.0 else self.ops.scaled(query, early, "query")
 
-    def __call__(self, rows: slice, key: Array) -> Array:
+    def __call__(self, rows: slice, key: Array, bias: Array | None) -> Array:
         ops, cap = self.ops, self.softcap
         scores = ops.scores(self.query[..., rows, :], key)
         if self.late_scale != 1.0:
             scores = ops.multiply(scores, self.late_scale)
         if cap is not None:
             scores = ops.multiply(ops.tanh(ops.divide(scores, cap)), cap * self.unit)
-        return scores
+        if bias is None:
+            return ops.exp_of_units(scores)
+        scores = ops.add(scores, bias)
+        return np.exp(scores, out=scores) if self.low else ops.exp(scores)
 
 
 class _Garbage:
@@ -126,13 +148,16 @@ class _Garbage:
         return output + masking.infinite_part(self.heads.call.backend, *self.infinite, lse)
 
 
-def faults(sums: Array, total: Array) -> tuple[Array | None, Array | None]:
+def faults(sums: Array, total: Array, *, biased: bool = False) -> tuple[Array | None, Array | None]:
     """Return the rows (..., q, 1) that are not finite, and those that lost digits; None: none."""
+    near_one = _NEAR_ONE_BIASED if biased else _NEAR_ONE
     # A sum is finite only if all its terms are.
     finite = bool(np.isfinite(total + np.matmul(sums, ones(sums.shape[-1], sums.dtype))).all())
-    if finite and total.min() >= _NEAR_ONE[1]:
+    large = total > _LARGE_DENOMINATOR if biased else np.False_
+    if finite and total.min() >= near_one[1] and not large.any():
         return None, None
-    wrong, harmed = ~(np.isfinite(total) & _all_finite(sums)), _harmed(sums, total)
+    wrong, harmed = ~(np.isfinite(total) & _all_finite(sums)), _harmed(sums, total, near_one)
+    wrong, harmed = wrong & ~large, harmed | large
     return wrong if wrong.any() else None, harmed if harmed.any() else None
 
 
@@ -169,6 +194,14 @@ def _finish(
     lse[place] = found_lse
 
 
+def _occupied(heads: Heads, rows: tuple[int, int]) -> Array:
+    """Return which of the rows may attend any key, as an array that broadcasts to (..., q, 1)."""
+    found: Any = False
+    for met in heads.tiles(rows, heads.block_k):
+        found = eager.any_allowed(np, found, met.allowed)
+    return np.asarray(found)
+
+
 def _any(allowed: Array) -> Array:
     return allowed.any(axis=-1, keepdims=True)
 
@@ -177,7 +210,7 @@ def _all_finite(sums: Array) -> Array:
     return np.isfinite(sums).all(axis=-1, keepdims=True)
 
 
-def _harmed(accumulator: Array, total: Array) -> Array:
+def _harmed(accumulator: Array, total: Array, near_one: tuple[float, float]) -> Array:
     """Return the rows (..., q, 1) to which having no maximum did harm.
 
     Their sums overflowed, lost digits to underflow, or have a log near 0, which a sum relative to
@@ -189,7 +222,7 @@ def _harmed(accumulator: Array, total: Array) -> Array:
     if below_one.any():
         small_sums = (np.abs(accumulator) < _SMALL_SUM).any(axis=-1, keepdims=True)
         harmed |= below_one & small_sums
-    harmed |= (total > _NEAR_ONE[0]) & (total < _NEAR_ONE[1])
+    harmed |= (total > near_one[0]) & (total < near_one[1])
     return harmed & (total != 0.0)
 
 

@@ -20,7 +20,7 @@ import numpy as np
 from portable_attention.backends import Array
 from portable_attention.core import eager, plan, tile, windows
 from portable_attention.core.bounded import attend_bounded, either, faults
-from portable_attention.core.heads import Heads, largest_norm
+from portable_attention.core.heads import Heads, Way, largest_norm
 from portable_attention.core.problem import Call
 from portable_attention.core.small import attend_small
 from portable_attention.core.threads import Task, run_tasks
@@ -29,6 +29,9 @@ from portable_attention.core.threads import Task, run_tasks
 _SMALL_SCORE = 32.0
 # Rows that are computed a second time come in groups of this size.
 _AGAIN = 64
+# If a bias leads rows of more groups than this out of range, the block is computed again as a whole:
+# a group costs about four times its share of that.
+_MANY_LOST = 0.25
 # Far enough from overflow that adding a bias cannot reach it.
 _FINITE_SCORE = 1e30
 
@@ -61,11 +64,18 @@ def run(call: Call, dtype: Any) -> tuple[Array, Array]:
     return output, lse
 
 
-def _attend(heads: Heads, rows: tuple[int, int], output: Array, lse: Array) -> None:
+def _attend(
+    heads: Heads,
+    rows: tuple[int, int],
+    output: Array,
+    lse: Array,
+    *,
+    with_maximum: bool = False,
+) -> None:
     """Write the results of a block of rows, for all heads of a chunk."""
     problem = heads.call.problem
     query = heads.query_rows(rows)
-    bounded = False
+    way: int = Way.ANY
     # Scores that are known to be finite are -inf only where they are masked.
     finite: Any = np.False_
     # Finding the largest norms is a pass over the keys, which does not pay for a few rows.
@@ -77,14 +87,19 @@ def _attend(heads: Heads, rows: tuple[int, int], output: Array, lse: Array) -> N
         finite = (bound < _FINITE_SCORE) & finite_rows & finite_keys
         if problem.softcap is not None and problem.softcap <= _SMALL_SCORE:
             small = bound < _FINITE_SCORE
-        if heads.bias is None:
-            bounded = bool(small.all())
-            if not bounded and small.any():
-                for part in heads.alike(small):
-                    _attend(part, rows, output, lse)
-                return
-    if bounded:
-        wrong, harmed = attend_bounded(heads, rows, query, finite, output, lse)
+        ways = np.where(small, Way.BOUNDED, Way.ANY)
+        if with_maximum:
+            ways = np.zeros_like(ways)
+        elif heads.bias is not None and small.any():
+            ways = np.minimum(ways, heads.ways_of_bias(rows))
+        way = int(ways.max())
+        if way != ways.min():
+            for part in heads.alike(ways):
+                _attend(part, rows, output, lse)
+            return
+    if way != Way.ANY:
+        low = way == Way.BOUNDED_ABOVE
+        wrong, harmed = attend_bounded(heads, rows, query, finite, output, lse, low=low)
     else:
         wrong, harmed = attend_any(heads, rows, query, finite, output, lse), None
     if wrong is None and harmed is None:
@@ -93,14 +108,24 @@ def _attend(heads: Heads, rows: tuple[int, int], output: Array, lse: Array) -> N
         heads.singles(), _by_head(heads, rows, wrong), _by_head(heads, rows, harmed), strict=True
     ):
         if met_garbage.any():
-            if not bounded:
+            if way == Way.ANY:
                 _attend_exactly(single, rows, output, lse)
                 continue
             query = single.query_rows(rows)
-            _, found = attend_bounded(single, rows, query, finite, output, lse, careful=True)
+            _, found = attend_bounded(
+                single, rows, query, finite, output, lse, low=low, careful=True
+            )
             (lost,) = _by_head(single, rows, found)  # noqa: PLW2901
-        if lost.any():
+        if heads.bias is not None and _share_of_groups(lost) > _MANY_LOST:
+            _attend(single, rows, output, lse, with_maximum=True)
+        elif lost.any():
             _attend_again(single, rows, lost, output, lse)
+
+
+def _share_of_groups(lost: Array) -> float:
+    """Return in how many of the groups of `_attend_again` any row is marked, as a share."""
+    groups = np.logical_or.reduceat(lost, np.arange(0, lost.size, _AGAIN))
+    return float(groups.mean())
 
 
 def _attend_exactly(heads: Heads, rows: tuple[int, int], output: Array, lse: Array) -> None:
