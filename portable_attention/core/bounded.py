@@ -23,8 +23,8 @@ from portable_attention.core.heads import Heads
 _SMALL_DENOMINATOR = 1e-7
 _SMALL_SUM = 1e-30
 _NEAR_ONE = (0.37, 2.72)  # the log of which lies within (-1, 1)
-# Beside a bias. Steep slopes leave a row one key that counts, so that a good part of the denominators
-# lies within (0.37, 2.72); closer to 1, the log has lost more than two of its seven digits.
+# Beside a bias. Steep slopes leave a row one key that counts, so that a good part of the
+# denominators lies within (0.37, 2.72), but few where the log has lost more than two of its digits.
 _NEAR_ONE_BIASED = (0.99, 1.01)
 # Of a sum of a few exponentials of a bias: exp(32) and more, whose rounding would tell.
 _LARGE_DENOMINATOR = 1e15
@@ -46,12 +46,12 @@ def attend_bounded(
     Return the rows that met NaN or infinities and those that lost digits, None where there are
     none: both are to be computed again, the first kind with `careful`. That costs more, selects
     where this multiplies by what is allowed, and gives all other rows the same bits. `finite`,
-    (..., 1, 1), marks the heads whose scores are all known to be finite, and `low` says that a bias is
-    far below 0 in places.
+    (..., 1, 1), marks the heads whose scores are all known to be finite, and `low` says that a bias
+    is far below 0 in places.
     """
     ops = heads.ops
     biased = heads.bias is not None
-    weights_of = _Weights(heads, query, low=low)
+    weights_of = _Weights(heads, query, low=low, careful=careful)
     garbage = _Garbage(heads, rows[1] - rows[0]) if careful and not heads.ordinary_values else None
     shape = (*heads.lead, rows[1] - rows[0])
     total = np.zeros((*shape, 1), heads.dtype)
@@ -60,14 +60,9 @@ def attend_bounded(
     occupied = np.zeros(total.shape, bool) if careful else None
     for met in heads.tiles(rows, heads.block_k, trim=True, finite=not careful):
         here = slice(*met.rows)
-        weights = weights_of(here, met.key, met.bias)
+        weights = weights_of(here, met)
         if occupied is not None:
             occupied[..., here, :] |= True if met.allowed is None else _any(met.allowed)
-        if met.allowed is not None and (careful or biased):
-            # The exponential of a masked bias may well have overflowed.
-            weights = ops.select(weights, met.allowed, 0.0)
-        elif met.allowed is not None:
-            weights = ops.multiply(weights, met.allowed)
         total[..., here, :] += ops.row_sum(weights)
         if met.kept is not None:
             weights = ops.select(weights, met.kept, 0.0)
@@ -99,11 +94,13 @@ def attend_bounded(
 
 
 class _Weights:
-    """The exponentials of the scores of a block of queries."""
+    """The exponentials of the scores of a block of queries, 0 where a pair is not allowed."""
 
-    def __init__(self, heads: Heads, query: Array, *, low: bool) -> None:
+    def __init__(self, heads: Heads, query: Array, *, low: bool, careful: bool) -> None:
         self.ops, self.softcap = heads.ops, heads.call.problem.softcap
         self.low = low
+        # A bias that grows along the keys may overflow exp beyond the diagonal.
+        self.selects = careful or (heads.bias is not None and bool(heads.limits.items()))
         # A bias is added to the scores as they are.
         self.unit = self.ops.exponent_unit(heads.dtype) if heads.bias is None else 1.0
         scale = heads.call.problem.scale
@@ -112,17 +109,27 @@ class _Weights:
         early, self.late_scale = eager.split_scale(scale, largest=1.5)
         self.query = query if early == 1.0 else self.ops.scaled(query, early, "query")
 
-    def __call__(self, rows: slice, key: Array, bias: Array | None) -> Array:
+    def __call__(self, rows: slice, met: eager.Tile) -> Array:
         ops, cap = self.ops, self.softcap
-        scores = ops.scores(self.query[..., rows, :], key)
+        scores = ops.scores(self.query[..., rows, :], met.key)
         if self.late_scale != 1.0:
             scores = ops.multiply(scores, self.late_scale)
         if cap is not None:
             scores = ops.multiply(ops.tanh(ops.divide(scores, cap)), cap * self.unit)
-        if bias is None:
-            return ops.exp_of_units(scores)
-        scores = ops.add(scores, bias)
-        return np.exp(scores, out=scores) if self.low else ops.exp(scores)
+        if met.bias is None:
+            weights = ops.exp_of_units(scores)
+        else:
+            scores = ops.add(scores, met.bias)
+            weights = ops.exp(scores) if self.low else ops.exp_of_units(self._in_units(scores))
+        if met.allowed is None:
+            return weights
+        if self.selects:
+            return ops.select(weights, met.allowed, 0.0)
+        return ops.multiply(weights, met.allowed)
+
+    def _in_units(self, scores: Array) -> Array:
+        unit = self.ops.exponent_unit(scores.dtype)
+        return scores if unit == 1.0 else self.ops.multiply(scores, unit)
 
 
 class _Garbage:

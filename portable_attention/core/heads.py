@@ -167,7 +167,7 @@ class Heads(eager.Part):
                     masking.block(array, rows, columns) for array in (self.bias, self.mask)
                 )
             )
-            bias = masking.bias_block(self.call.backend, bias, self.dtype)
+            bias = np.asarray(masking.bias_block(self.call.backend, bias, self.dtype))
             conditions = [mask]
             if not found.covers(*columns):
                 column_numbers = np.arange(*columns)

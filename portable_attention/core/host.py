@@ -29,8 +29,8 @@ from portable_attention.core.threads import Task, run_tasks
 _SMALL_SCORE = 32.0
 # Rows that are computed a second time come in groups of this size.
 _AGAIN = 64
-# If a bias leads rows of more groups than this out of range, the block is computed again as a whole:
-# a group costs about four times its share of that.
+# If a bias leads rows of more groups out of range, the block is computed again as a whole: a group
+# costs about four times its share of that.
 _MANY_LOST = 0.25
 # Far enough from overflow that adding a bias cannot reach it.
 _FINITE_SCORE = 1e30
@@ -73,35 +73,19 @@ def _attend(
     with_maximum: bool = False,
 ) -> None:
     """Write the results of a block of rows, for all heads of a chunk."""
-    problem = heads.call.problem
     query = heads.query_rows(rows)
-    way: int = Way.ANY
-    # Scores that are known to be finite are -inf only where they are masked.
-    finite: Any = np.False_
-    # Finding the largest norms is a pass over the keys, which does not pay for a few rows.
-    if problem.query_length >= plan.FEW_ROWS:
-        norm, finite_rows = largest_norm(query)
-        key_norm, finite_keys = heads.largest_keys
-        bound = np.sqrt(norm) * np.sqrt(key_norm) * abs(problem.scale)
-        small = bound <= _SMALL_SCORE
-        finite = (bound < _FINITE_SCORE) & finite_rows & finite_keys
-        if problem.softcap is not None and problem.softcap <= _SMALL_SCORE:
-            small = bound < _FINITE_SCORE
-        ways = np.where(small, Way.BOUNDED, Way.ANY)
-        if with_maximum:
-            ways = np.zeros_like(ways)
-        elif heads.bias is not None and small.any():
-            ways = np.minimum(ways, heads.ways_of_bias(rows))
-        way = int(ways.max())
-        if way != ways.min():
-            for part in heads.alike(ways):
-                _attend(part, rows, output, lse)
-            return
-    if way != Way.ANY:
-        low = way == Way.BOUNDED_ABOVE
-        wrong, harmed = attend_bounded(heads, rows, query, finite, output, lse, low=low)
+    ways, finite = _ways(heads, rows, query)
+    way = Way.ANY if with_maximum else Way(ways.max())
+    if way != Way.ANY and way != ways.min():
+        for part in heads.alike(ways):
+            _attend(part, rows, output, lse)
+        return
+    low = way == Way.BOUNDED_ABOVE
+    harmed = None
+    if way == Way.ANY:
+        wrong = attend_any(heads, rows, query, finite, output, lse)
     else:
-        wrong, harmed = attend_any(heads, rows, query, finite, output, lse), None
+        wrong, harmed = attend_bounded(heads, rows, query, finite, output, lse, low=low)
     if wrong is None and harmed is None:
         return
     for single, met_garbage, lost in zip(
@@ -120,6 +104,28 @@ def _attend(
             _attend(single, rows, output, lse, with_maximum=True)
         elif lost.any():
             _attend_again(single, rows, lost, output, lse)
+
+
+def _ways(heads: Heads, rows: tuple[int, int], query: Array) -> tuple[Any, Any]:
+    """Return the way of each head, and whether its scores are known to be finite: (..., 1, 1).
+
+    Those are -inf only where they are masked.
+    """
+    problem = heads.call.problem
+    # Finding the largest norms is a pass over the keys, which does not pay for a few rows.
+    if problem.query_length < plan.FEW_ROWS:
+        return np.array(Way.ANY), np.False_
+    norm, finite_rows = largest_norm(query)
+    key_norm, finite_keys = heads.largest_keys
+    bound = np.sqrt(norm) * np.sqrt(key_norm) * abs(problem.scale)
+    small = bound <= _SMALL_SCORE
+    finite = (bound < _FINITE_SCORE) & finite_rows & finite_keys
+    if problem.softcap is not None and problem.softcap <= _SMALL_SCORE:
+        small = bound < _FINITE_SCORE
+    ways = np.where(small, Way.BOUNDED, Way.ANY)
+    if heads.bias is not None and small.any():
+        ways = np.minimum(ways, heads.ways_of_bias(rows))
+    return ways, finite
 
 
 def _share_of_groups(lost: Array) -> float:
