@@ -64,13 +64,13 @@ class Blocks(Heads):
         squares = overlapping(squares, key.shape[-5], self.step, key.shape[-2])[..., 0]
         return largest_norm(key, squares)
 
-    def alike(self, marked: Array) -> Iterator[Heads]:
-        """Return runs of the blocks of a head that are all marked, or all not."""
-        marked = np.broadcast_to(marked[..., 0, 0], self.lead)
+    def alike(self, ways: Array) -> Iterator[Heads]:
+        """Return runs of the blocks of a head that have the same way."""
+        ways = np.broadcast_to(ways[..., 0, 0], self.lead)
         axis = len(self.call.problem.batch) - 1
         offsets = [cut.start for cut in self.index]
         for place in np.ndindex(*(1 if at == axis else size for at, size in enumerate(self.lead))):
-            line = marked[(*place[:axis], slice(None), *place[axis + 1 :])]
+            line = ways[(*place[:axis], slice(None), *place[axis + 1 :])]
             bounds = [0, *(np.flatnonzero(np.diff(line)) + 1).tolist(), line.size]
             for start, stop in itertools.pairwise(bounds):
                 index = [slice(o + p, o + p + 1) for o, p in zip(offsets, place, strict=True)]

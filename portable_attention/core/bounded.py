@@ -2,12 +2,15 @@
 
 Nothing is subtracted from the scores and nothing rescaled. Their exponentials are taken in whatever
 base the library is fastest in, with the factor between the bases in the scale of the query.
+
+A bias is not bounded, only looked at here and there (`Heads.ways_of_bias`): where it leads out of
+the range of exp, the sums of the row show it, and the row is computed again.
 """
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,6 +23,11 @@ from portable_attention.core.heads import Heads
 _SMALL_DENOMINATOR = 1e-7
 _SMALL_SUM = 1e-30
 _NEAR_ONE = (0.37, 2.72)  # the log of which lies within (-1, 1)
+# Beside a bias. Steep slopes leave a row one key that counts, so that a good part of the
+# denominators lies within (0.37, 2.72), but few where the log has lost more than two of its digits.
+_NEAR_ONE_BIASED = (0.99, 1.01)
+# Of a sum of a few exponentials of a bias: exp(32) and more, whose rounding would tell.
+_LARGE_DENOMINATOR = 1e15
 
 
 def attend_bounded(
@@ -30,31 +38,30 @@ def attend_bounded(
     output: Array,
     lse: Array,
     *,
+    low: bool = False,
     careful: bool = False,
 ) -> Faults:
     """Write the results of scores that are known to be small, whose exp needs no maximum.
 
     Return the rows that are to be computed again, those that met NaN or infinities with `careful`.
     That costs more, selects where this multiplies by what is allowed, and gives all other rows the
-    same bits. `finite`, (..., 1, 1), marks the heads whose scores are all known to be finite.
+    same bits. `finite`, (..., 1, 1), marks the heads whose scores are all known to be finite, and
+    `low` says that a bias is far below 0 in places.
     """
     ops = heads.ops
-    scores_of = _Scores(heads, query)
+    biased = heads.bias is not None
+    weights_of = _Weights(heads, query, low=low, careful=careful)
     garbage = _Garbage(heads, rows[1] - rows[0]) if careful and not heads.ordinary_values else None
     shape = (*heads.lead, rows[1] - rows[0])
     total = np.zeros((*shape, 1), heads.dtype)
     sums = ops.buffer("sums", (*shape, heads.call.problem.value_width), heads.dtype)
     begun = False
     occupied = np.zeros(total.shape, bool) if careful else None
-    for met in heads.tiles(rows, heads.block_k, trim=True):
+    for met in heads.tiles(rows, heads.block_k, trim=True, finite=not careful):
         here = slice(*met.rows)
-        weights = ops.exp_of_units(scores_of(here, met.key))
+        weights = weights_of(here, met)
         if occupied is not None:
             occupied[..., here, :] |= True if met.allowed is None else _any(met.allowed)
-        if met.allowed is not None and careful:
-            weights = ops.select(weights, met.allowed, 0.0)
-        elif met.allowed is not None:
-            weights = ops.multiply(weights, met.allowed)
         total[..., here, :] += ops.row_sum(weights)
         if met.kept is not None:
             weights = ops.select(weights, met.kept, 0.0)
@@ -69,40 +76,61 @@ def attend_bounded(
         begun = True
     if not begun:
         sums[...] = 0.0
-    if careful:
+    if careful and not biased:
         # Only a score of +inf makes an infinite sum here; its row is NaN.
         total = np.where(np.isinf(total), np.nan, total)
-    found = faults(sums, total)
+    found = faults(sums, total, biased=biased)
     plain = found is NONE
-    # A row that has seen nothing is empty, or has seen scores of -inf alone.
-    if occupied is not None:
-        found = found._replace(harmed=either(found.harmed, (total == 0.0) & occupied))
-    elif not plain and not finite.all():
-        found = found._replace(wrong=either(found.wrong, (total == 0.0) & ~finite))
+    if not plain:
+        # A row that has seen nothing is empty, or has seen scores of -inf or a very low bias alone.
+        nothing = total == 0.0
+        if biased and occupied is None and nothing.any():
+            occupied = _occupied(heads, rows)
+        if occupied is not None:
+            found = found._replace(harmed=either(found.harmed, nothing & occupied))
+        elif not finite.all():
+            found = found._replace(wrong=either(found.wrong, nothing & ~finite))
     _finish(heads, rows, sums, total, garbage, output, lse, plain=plain)
     return found
 
 
-class _Scores:
-    """The scores of a block of queries, in the units that `HostOps.exp_of_units` takes."""
+class _Weights:
+    """The exponentials of the scores of a block of queries, 0 where a pair is not allowed."""
 
-    def __init__(self, heads: Heads, query: Array) -> None:
+    def __init__(self, heads: Heads, query: Array, *, low: bool, careful: bool) -> None:
         self.ops, self.softcap = heads.ops, heads.call.problem.softcap
-        self.unit = self.ops.exponent_unit(heads.dtype)
+        self.low = low
+        # A bias that grows along the keys may overflow exp beyond the diagonal.
+        self.selects = careful or (heads.bias is not None and bool(heads.limits.items()))
+        # A bias is added to the scores as they are.
+        self.unit = self.ops.exponent_unit(heads.dtype) if heads.bias is None else 1.0
         scale = heads.call.problem.scale
         if self.softcap is None:
             scale *= self.unit
         early, self.late_scale = eager.split_scale(scale, largest=1.5)
         self.query = query if early == 1.0 else self.ops.scaled(query, early, "query")
 
-    def __call__(self, rows: slice, key: Array) -> Array:
+    def __call__(self, rows: slice, met: eager.Tile) -> Array:
         ops, cap = self.ops, self.softcap
-        scores = ops.scores(self.query[..., rows, :], key)
+        scores = ops.scores(self.query[..., rows, :], met.key)
         if self.late_scale != 1.0:
             scores = ops.multiply(scores, self.late_scale)
         if cap is not None:
             scores = ops.multiply(ops.tanh(ops.divide(scores, cap)), cap * self.unit)
-        return scores
+        if met.bias is None:
+            weights = ops.exp_of_units(scores)
+        else:
+            scores = ops.add(scores, met.bias)
+            weights = ops.exp(scores) if self.low else ops.exp_of_units(self._in_units(scores))
+        if met.allowed is None:
+            return weights
+        if self.selects:
+            return ops.select(weights, met.allowed, 0.0)
+        return ops.multiply(weights, met.allowed)
+
+    def _in_units(self, scores: Array) -> Array:
+        unit = self.ops.exponent_unit(scores.dtype)
+        return scores if unit == 1.0 else self.ops.multiply(scores, unit)
 
 
 class _Garbage:
@@ -139,28 +167,32 @@ class Faults(NamedTuple):
 NONE = Faults()
 
 
-def faults(sums: Array, total: Array) -> Faults:
+def faults(sums: Array, total: Array, *, biased: bool = False) -> Faults:
     """Return the rows that need another look, for their sums (..., q, Dv) and those of weights."""
+    near_one = _NEAR_ONE_BIASED if biased else _NEAR_ONE
+    too_large = _LARGE_DENOMINATOR if biased else math.inf
     # A sum is finite only if all its terms are.
-    of_all = np.add.reduce(sums, axis=None) + np.add.reduce(total, axis=None)
+    of_all = float(np.add.reduce(sums, axis=None) + np.add.reduce(total, axis=None))
     if not math.isfinite(of_all):
         finite = _all_finite(sums)
-        wrong = ~(np.isfinite(total) & finite)
+        harmed = (total > too_large) if biased else np.zeros(total.shape, bool)
+        wrong = ~(np.isfinite(total) & finite) & ~harmed
         # A finite sum of weights means finite scores, and values whose sum overflowed.
-        harmed = np.isfinite(total) & ~finite
-    elif np.minimum.reduce(total, axis=None) >= _NEAR_ONE[1]:
+        harmed |= np.isfinite(total) & ~finite
+    elif total.min() >= near_one[1] and total.max() <= too_large:
         return NONE
     else:
-        wrong = harmed = np.zeros(total.shape, bool)
-    below_one = total < 1.0
-    harmed = (harmed | (total < _SMALL_DENOMINATOR)) & (total != 0.0)
-    below_one &= total != 0.0
+        wrong, harmed = np.zeros(total.shape, bool), total > too_large
+    seen = total != 0.0
+    harmed |= total < _SMALL_DENOMINATOR
+    below_one = (total < 1.0) & seen
     if below_one.any():
         small = np.zeros_like(harmed)
         small[below_one] = (np.abs(sums[below_one[..., 0]]) < _SMALL_SUM).any(axis=-1)
         harmed |= small
-    near_one = (total > _NEAR_ONE[0]) & (total < _NEAR_ONE[1]) & ~harmed
-    return Faults(*(rows if rows.any() else None for rows in (wrong, harmed, near_one)))
+    harmed &= seen
+    near = (total > near_one[0]) & (total < near_one[1]) & ~harmed
+    return Faults(*(rows if rows.any() else None for rows in (wrong, harmed, near)))
 
 
 def _finish(
@@ -196,6 +228,14 @@ def _finish(
     )
     output[place] = found if garbage is None else garbage.restore(found, found_lse)
     lse[place] = found_lse
+
+
+def _occupied(heads: Heads, rows: tuple[int, int]) -> Array:
+    """Return which of the rows may attend any key, as an array that broadcasts to (..., q, 1)."""
+    found: Any = False
+    for met in heads.tiles(rows, heads.block_k):
+        found = eager.any_allowed(np, found, met.allowed)
+    return np.asarray(found)
 
 
 def _any(allowed: Array) -> Array:

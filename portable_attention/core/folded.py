@@ -48,9 +48,11 @@ class Folded:
     def weights(self, met: Tile) -> tuple[Array, None]:
         """Return exp(scores - lse), 0 where a pair is not allowed."""
         scores = self.ops.scores(self.query, self.tile_of("key", met.columns))
+        weights = self.ops.exp_of_units(scores)
         if met.allowed is not None:
-            scores = self.ops.select(scores, met.allowed, float("-inf"))
-        return self.ops.exp_of_units(scores), None
+            # Not the scores: powers of -inf take NumPy many times as long as those of numbers.
+            weights = self.ops.select(weights, met.allowed, 0.0)
+        return weights, None
 
     def d_weights(self, met: Tile, *, careful: bool) -> Array:
         """Return do v^T - rowsum(do o) + dlse; `careful` leaves out values that are not finite."""

@@ -4,20 +4,35 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from enum import IntEnum
 from typing import Any
 
 import numpy as np
 
 from portable_attention.backends import Array
 from portable_attention.backends.numpy_backend import HostOps, numpy_backend
-from portable_attention.core import eager, plan
+from portable_attention.core import eager, masking, plan
 from portable_attention.core.folded import FOLDED, Folded, pack_columns
 from portable_attention.core.problem import Call, Problem
 
 # Patterns of the diagonal in a tile that a call keeps: a few bytes a pair, and few differ.
 _MOST_BANDS = 8
+# Rows of a block whose bias is looked at, and where the largest of a row must lie so that float32
+# holds the denominator with room on both sides.
+_SAMPLED = 16
+_LOW_BIAS, _HIGH_BIAS = -8.0, 24.0
+# Powers of 2 below the normal range, exp(-87), take NumPy 20 to 150 times as long as others.
+_FAR_BELOW = -64.0
 # Squares below this may have lost digits: a norm counts as its root at the least.
 _SMALL_SQUARE = 1e-30
+
+
+class Way(IntEnum):
+    """How a block of rows is computed."""
+
+    ANY = 0  # relative to a running maximum
+    BOUNDED_ABOVE = 1  # without one: exp cannot overflow, but may be taken of numbers far below 0
+    BOUNDED = 2
 
 
 class Heads(eager.Part):
@@ -73,8 +88,8 @@ class Heads(eager.Part):
             )
             yield self._of(index)
 
-    def alike(self, marked: Array) -> Iterator[Heads]:
-        """Return parts of this chunk whose heads are all marked, (..., 1, 1), or all not."""
+    def alike(self, ways: Array) -> Iterator[Heads]:
+        """Return parts of this chunk whose heads all have the same way, (..., 1, 1)."""
         return self.singles()
 
     def _of(self, index: plan.Index) -> Heads:
@@ -140,6 +155,40 @@ class Heads(eager.Part):
         """The largest norm of a head's keys, squared, and whether all are finite: (..., 1, 1)."""
         found: tuple[Array, Array] = self._once("norms", self._find_largest_keys)
         return found
+
+    def ways_of_bias(self, rows: tuple[int, int]) -> Array:
+        """Return the ways that suit the bias of some of these rows, by head: (..., 1, 1).
+
+        They are a guess at the other rows. What is masked takes no part.
+        """
+        problem = self.call.problem
+        step = max(1, (rows[1] - rows[0]) // _SAMPLED)
+        row_numbers = np.arange(*rows)[::step, np.newaxis]
+        found = plan.reach(self.limits, rows, problem.key_length)
+        largest: Any = np.full((1, 1), -np.inf, self.dtype)
+        smallest: Any = np.zeros((1, 1), self.dtype)
+        for columns in self.columns(found, self.block_k):
+            bias, mask = (
+                block if block is None or block.shape[-2] == 1 else block[..., ::step, :]
+                for block in (
+                    masking.block(array, rows, columns) for array in (self.bias, self.mask)
+                )
+            )
+            bias = np.asarray(masking.bias_block(self.call.backend, bias, self.dtype))
+            conditions = [mask]
+            if not found.covers(*columns):
+                column_numbers = np.arange(*columns)
+                conditions += masking.within_limits(self.limits, row_numbers, column_numbers)
+            allowed = masking.both(conditions)
+            above = bias if allowed is None else np.where(allowed, bias, -np.inf)
+            below = bias if allowed is None else np.where(allowed, bias, 0.0)
+            largest = np.maximum(largest, above.max(axis=-1, keepdims=True))
+            smallest = np.minimum(smallest, below.min(axis=(-1, -2), keepdims=True))
+        # Rows that are all masked are empty, which any way finds.
+        near_0 = (largest > _LOW_BIAS) & (largest < _HIGH_BIAS) | (largest == -np.inf)
+        far = smallest < _FAR_BELOW if self.ops.exponent_unit(self.dtype) != 1.0 else np.False_
+        bounded = np.where(far, Way.BOUNDED_ABOVE, Way.BOUNDED)
+        return np.where(near_0.all(axis=-2, keepdims=True), bounded, Way.ANY)
 
     def _find_largest_keys(self) -> tuple[Array, Array]:
         length = self.call.problem.key_length

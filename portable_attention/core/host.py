@@ -20,7 +20,7 @@ import numpy as np
 from portable_attention.backends import Array
 from portable_attention.core import eager, plan, tile, windows
 from portable_attention.core.bounded import Faults, attend_bounded, either, faults
-from portable_attention.core.heads import Heads, largest_norm
+from portable_attention.core.heads import Heads, Way, largest_norm
 from portable_attention.core.problem import Call
 from portable_attention.core.small import attend_small
 from portable_attention.core.threads import Task, run_tasks
@@ -29,6 +29,9 @@ from portable_attention.core.threads import Task, run_tasks
 _SMALL_SCORE = 32.0
 # Rows that are computed a second time come in groups of this size.
 _AGAIN = 64
+# If a bias leads rows of more groups out of range, the block is computed again as a whole: a group
+# costs about four times its share of that.
+_MANY_LOST = 0.25
 # Far enough from overflow that adding a bias cannot reach it.
 _FINITE_SCORE = 1e30
 
@@ -61,34 +64,28 @@ def run(call: Call, dtype: Any) -> tuple[Array, Array]:
     return output, lse
 
 
-def _attend(heads: Heads, rows: tuple[int, int], output: Array, lse: Array) -> None:
+def _attend(
+    heads: Heads,
+    rows: tuple[int, int],
+    output: Array,
+    lse: Array,
+    *,
+    with_maximum: bool = False,
+) -> None:
     """Write the results of a block of rows, for all heads of a chunk."""
-    problem = heads.call.problem
     query = heads.query_rows(rows)
-    bounded = False
-    # Scores that are known to be finite are -inf only where they are masked.
-    finite: Any = np.False_
-    # Finding the largest norms is a pass over the keys, which does not pay for a few rows.
-    if problem.query_length >= plan.FEW_ROWS:
-        norm, finite_rows = largest_norm(query)
-        key_norm, finite_keys = heads.largest_keys
-        bound = np.sqrt(norm) * np.sqrt(key_norm) * abs(problem.scale)
-        small = bound <= _SMALL_SCORE
-        finite = (bound < _FINITE_SCORE) & finite_rows & finite_keys
-        if problem.softcap is not None and problem.softcap <= _SMALL_SCORE:
-            small = bound < _FINITE_SCORE
-        if heads.bias is None:
-            bounded = bool(small.all())
-            if not bounded and small.any():
-                for part in heads.alike(small):
-                    _attend(part, rows, output, lse)
-                return
-    if bounded:
-        found = attend_bounded(heads, rows, query, finite, output, lse)
-    else:
+    ways, finite = _ways(heads, rows, query)
+    way = Way.ANY if with_maximum else Way(ways.max())
+    if way != Way.ANY and way != ways.min():
+        for part in heads.alike(ways):
+            _attend(part, rows, output, lse)
+        return
+    low = way == Way.BOUNDED_ABOVE
+    if way == Way.ANY:
         found = Faults(attend_any(heads, rows, query, finite, output, lse))
-    if found.near_one is not None:
-        _sum_again(heads, rows, found.near_one, output, lse)
+    else:
+        found = attend_bounded(heads, rows, query, finite, output, lse, low=low)
+    _sum_again(heads, rows, found.near_one, output, lse)
     if found.wrong is None and found.harmed is None:
         return
     for single, met_garbage, lost in zip(
@@ -98,16 +95,45 @@ def _attend(heads: Heads, rows: tuple[int, int], output: Array, lse: Array) -> N
         strict=True,
     ):
         if met_garbage.any():
-            if not bounded:
+            if way == Way.ANY:
                 _attend_exactly(single, rows, output, lse)
                 continue
             query = single.query_rows(rows)
-            again = attend_bounded(single, rows, query, finite, output, lse, careful=True)
-            if again.near_one is not None:
-                _sum_again(single, rows, again.near_one, output, lse)
+            again = attend_bounded(single, rows, query, finite, output, lse, low=low, careful=True)
+            _sum_again(single, rows, again.near_one, output, lse)
             (lost,) = _by_head(single, rows, again.harmed)  # noqa: PLW2901
-        if lost.any():
+        if heads.bias is not None and _share_of_groups(lost) > _MANY_LOST:
+            _attend(single, rows, output, lse, with_maximum=True)
+        elif lost.any():
             _attend_again(single, rows, lost, output, lse)
+
+
+def _ways(heads: Heads, rows: tuple[int, int], query: Array) -> tuple[Any, Any]:
+    """Return the way of each head, and whether its scores are known to be finite: (..., 1, 1).
+
+    Those are -inf only where they are masked.
+    """
+    problem = heads.call.problem
+    # Finding the largest norms is a pass over the keys, which does not pay for a few rows.
+    if problem.query_length < plan.FEW_ROWS:
+        return np.array(Way.ANY), np.False_
+    norm, finite_rows = largest_norm(query)
+    key_norm, finite_keys = heads.largest_keys
+    bound = np.sqrt(norm) * np.sqrt(key_norm) * abs(problem.scale)
+    small = bound <= _SMALL_SCORE
+    finite = (bound < _FINITE_SCORE) & finite_rows & finite_keys
+    if problem.softcap is not None and problem.softcap <= _SMALL_SCORE:
+        small = bound < _FINITE_SCORE
+    ways = np.where(small, Way.BOUNDED, Way.ANY)
+    if heads.bias is not None and small.any():
+        ways = np.minimum(ways, heads.ways_of_bias(rows))
+    return ways, finite
+
+
+def _share_of_groups(lost: Array) -> float:
+    """Return in how many of the groups of `_attend_again` any row is marked, as a share."""
+    groups = np.logical_or.reduceat(lost, np.arange(0, lost.size, _AGAIN))
+    return float(groups.mean())
 
 
 def _attend_exactly(heads: Heads, rows: tuple[int, int], output: Array, lse: Array) -> None:
@@ -128,12 +154,14 @@ def _attend_again(
 
 
 def _sum_again(
-    heads: Heads, rows: tuple[int, int], near_one: Array, output: Array, lse: Array
+    heads: Heads, rows: tuple[int, int], near_one: Array | None, output: Array, lse: Array
 ) -> None:
     """Write the lse of those rows (..., q, 1) whose weights sum to nearly 1: its log is near 0.
 
     Relative to the maximum, the sum has all the digits that the log needs.
     """
+    if near_one is None:
+        return
     problem, backend, ops = heads.call.problem, heads.call.backend, heads.ops
     if heads.sinks is not None:  # they move the sum away from 1, or to it
         for single, marked in zip(heads.singles(), _by_head(heads, rows, near_one), strict=True):
