@@ -131,11 +131,17 @@ class Part:
         return plan.tiles(found, block_k, self.call.problem.key_length)
 
     def tiles(
-        self, rows: tuple[int, int], block_k: int, *, trim: bool = False, finite: bool = False
+        self,
+        rows: tuple[int, int],
+        block_k: int,
+        *,
+        trim: bool = False,
+        narrow: bool = False,
+        finite: bool = False,
     ) -> Iterator[Tile]:
         """Return the tiles of keys that a block of rows may attend.
 
-        With `trim`, a tile has only those rows of the block that reach it. With `finite`, a bias of
+        With `narrow`, the last one ends where the rows reach no more. With `trim`, a tile has only those rows of the block that reach it. With `finite`, a bias of
         -inf is left to do its work by itself, as it does beside finite scores.
         """
         backend, problem = self.call.backend, self.call.problem
@@ -145,8 +151,14 @@ class Part:
             row_numbers = backend.xp.reshape(backend.arange(*rows, self.call.device), (-1, 1))
             keys_of_rows = row_keys(self.call.seed, *self.dropout_indices, row_numbers)
         found = plan.reach(self.limits, rows, problem.key_length)
-        limited = bool(self.limits.items())
-        for columns in self.columns(found, block_k):
+        limits = self.limits.items()
+        limited = bool(limits)
+        end = problem.key_length
+        # What one item reaches must not decide about the tiles of another.
+        if narrow and all(isinstance(limit, int) for _, limit in limits):
+            end = plan.whole_vectors(found.stop)
+        for start, stop in self.columns(found, block_k):
+            columns = start, min(stop, end)
             here = rows
             conditions: list[Array | None] = []
             if limited and not found.covers(*columns):

@@ -27,8 +27,8 @@ from portable_attention.core.threads import Task, run_tasks
 
 # exp(32) = 8e13 leaves room in float32 for sums over any number of keys.
 _SMALL_SCORE = 32.0
-# Rows that are computed a second time come in groups of this size.
-_AGAIN = 64
+# Rows that are computed a second time come in groups of these sizes.
+_AGAIN, _SUM_AGAIN = 64, 32
 # If a bias leads rows of more groups out of range, the block is computed again as a whole: a group
 # costs about four times its share of that.
 _MANY_LOST = 0.25
@@ -146,7 +146,7 @@ def _attend_again(
     heads: Heads, rows: tuple[int, int], lost: Array, output: Array, lse: Array
 ) -> None:
     """Write the results of those rows of a single head that are marked."""
-    for here, marked in _groups_of(rows, lost):
+    for here, marked in _groups_of(rows, lost, _AGAIN):
         place = (*heads.index, slice(*here))
         found, found_lse = eager.attend_rows(heads, here, heads.block_k)
         np.copyto(output[place], found, where=marked[:, np.newaxis])
@@ -168,10 +168,10 @@ def _sum_again(
             if marked.any():
                 _attend_again(single, rows, marked, output, lse)
         return
-    for here, marked in _groups_of(rows, near_one[..., 0]):
+    for here, marked in _groups_of(rows, near_one[..., 0], _SUM_AGAIN):
         query, late_scale = eager.scale_query(backend, heads.query_rows(here), problem)
         maximum, total = np.float32("-inf"), np.float32(0.0)
-        for met in heads.tiles(here, heads.block_k, finite=True):
+        for met in heads.tiles(here, heads.block_k, finite=True, narrow=True):
             scores = tile.tile_scores(
                 backend,
                 query,
@@ -189,13 +189,15 @@ def _sum_again(
         np.copyto(lse[place], (shift + np.log(total))[..., 0], where=marked)
 
 
-def _groups_of(rows: tuple[int, int], marked: Array) -> Iterator[tuple[tuple[int, int], Array]]:
+def _groups_of(
+    rows: tuple[int, int], marked: Array, size: int
+) -> Iterator[tuple[tuple[int, int], Array]]:
     """Return groups of rows any of which, of any head, are marked, (..., q), and their marks.
 
     They lie alike whichever rows are marked, so that the bits of a row depend on no other row.
     """
-    for start in range(*rows, _AGAIN):
-        stop = min(start + _AGAIN, rows[1])
+    for start in range(*rows, size):
+        stop = min(start + size, rows[1])
         here = marked[..., start - rows[0] : stop - rows[0]]
         if here.any():
             yield (start, stop), here

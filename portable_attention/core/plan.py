@@ -91,11 +91,16 @@ def _aligned(size: int) -> int:
     return max(_ALIGNED, size // _ALIGNED * _ALIGNED)
 
 
+def whole_vectors(count: int) -> int:
+    """Return the least multiple of the numbers in a vector that is not below a count."""
+    return -(-count // _ALIGNED) * _ALIGNED
+
+
 def _even(length: int, largest: int) -> int:
     """Return the size of the fewest equal blocks of at most `largest` that make up a length."""
     count = max(1, -(-length // largest))
     size = max(1, -(-length // count))
-    return size if count == 1 else -(-size // _ALIGNED) * _ALIGNED
+    return size if count == 1 else whole_vectors(size)
 
 
 def batching(problem: Problem, budget: int, most_rows: int = BLOCK) -> tuple[tuple[int, int], int]:
