@@ -159,7 +159,7 @@ def explain(
     >>> query = key = value = np.zeros((1, 8, 4096, 64), dtype=np.float32)
     >>> found = explain(query, key, value, causal=True)
     >>> found.engine, found.tile, (found.skipped, found.full, found.mixed)
-    ('portable', (640, 320), (288, 336, 104))
+    ('portable', (512, 256), (448, 448, 128))
     """
     check_flag("return_lse", return_lse)
     operator = torch_operator(query, key, value, bias, sinks)
