@@ -141,8 +141,9 @@ class Part:
     ) -> Iterator[Tile]:
         """Return the tiles of keys that a block of rows may attend.
 
-        With `narrow`, the last one ends where the rows reach no more. With `trim`, a tile has only those rows of the block that reach it. With `finite`, a bias of
-        -inf is left to do its work by itself, as it does beside finite scores.
+        With `narrow`, the last one ends where the rows reach no more. With `trim`, a tile has only
+        those rows of the block that reach it. With `finite`, a bias of -inf is left to do its work
+        by itself, as it does beside finite scores.
         """
         backend, problem = self.call.backend, self.call.problem
         dtype = backend.dtype(problem.compute_dtype)

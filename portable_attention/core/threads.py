@@ -213,9 +213,9 @@ def _leave(core: int | None) -> None:
     """
     if core is None:
         return
-    allowed = os.sched_getaffinity(0)  # of this thread alone
-    if others := allowed - {core}:
-        with suppress(OSError):  # where it is forbidden, or the cores of the process have changed
+    with suppress(OSError):  # where it is forbidden, or the cores of the process have changed
+        allowed = os.sched_getaffinity(0)  # of this thread alone
+        if others := allowed - {core}:
             os.sched_setaffinity(0, others)
             os.sched_setaffinity(0, allowed)
 

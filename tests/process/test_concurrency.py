@@ -16,6 +16,7 @@ from threadpoolctl import threadpool_limits
 from workloads import blas_threads, calls, digest
 
 from portable_attention import attention
+from portable_attention.core import threads
 
 THREADS = 32
 LIBRARIES = ["numpy", "array_api_strict", "torch", "jax"]
@@ -87,6 +88,68 @@ def test_no_threads_pile_up():
     for _ in range(3):
         at_once([prepared] * THREADS)
     assert threading.active_count() <= before
+
+
+def run_in_helpers(count=4):
+    """Return what the helper threads of one run may run on, and whether all tasks were run."""
+    met = threading.Barrier(2)  # no thread takes two tasks: each waits for another
+    found = []
+
+    def task():
+        met.wait(timeout=60)
+        found.append((threading.current_thread().name, os.sched_getaffinity(0)))
+
+    threads.run_tasks(iter([task] * count), 2)
+    return [cores for name, cores in found if name == "portable-attention"], len(found) == count
+
+
+needs_two_cores = pytest.mark.skipif(
+    not hasattr(os, "sched_setaffinity") or threads.usable_threads() < 2,
+    reason="needs two cores and BLAS threads, and an affinity that can be set",
+)
+
+
+@needs_two_cores
+def test_helper_threads_may_run_wherever_the_process_may():
+    allowed = os.sched_getaffinity(0)
+    helped, complete = run_in_helpers()
+    assert complete
+    assert helped == [allowed] * 2
+    assert os.sched_getaffinity(0) == allowed
+
+
+@needs_two_cores
+def test_helper_threads_leave_the_core_of_the_caller(monkeypatch):
+    allowed = os.sched_getaffinity(0)
+    set_to = []
+    monkeypatch.setattr(threads, "_current_core", lambda: min(allowed))
+    monkeypatch.setattr(os, "sched_setaffinity", lambda who, cores: set_to.append((who, cores)))
+    assert run_in_helpers()[1]
+    assert set_to == [(0, allowed - {min(allowed)}), (0, allowed)]
+
+
+@needs_two_cores
+@pytest.mark.parametrize("name", ["sched_getaffinity", "sched_setaffinity"])
+def test_where_the_affinity_is_forbidden_threads_stay_where_they_are(monkeypatch, name):
+    real = getattr(os, name)
+
+    def forbidden(*args):
+        if threading.current_thread().name == "portable-attention" and not done:
+            done.append(args)
+            raise PermissionError("forbidden")
+        return real(*args)
+
+    done = []
+    monkeypatch.setattr(os, name, forbidden)
+    assert run_in_helpers()[1]
+    assert len(done) == 1
+
+
+@needs_two_cores
+def test_where_the_core_is_not_known_threads_stay_where_they_are(monkeypatch):
+    monkeypatch.setattr(threads, "_getcpu", lambda: None)
+    monkeypatch.setattr(os, "sched_setaffinity", lambda who, cores: pytest.fail("moved"))
+    assert run_in_helpers()[1]
 
 
 def test_a_call_inside_the_callers_own_threads():
