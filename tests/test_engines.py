@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 
 from portable_attention import attention, explain
-from portable_attention.backends.torch_native import FlashOnCpu
 
 from .accuracy import assert_accurate, assert_near, gradients_of_oracle, reference_of
 from .problems import make_inputs
 
 torch = pytest.importorskip("torch", reason="needs torch")
+
+# It imports torch, so it comes after the line that skips without it.
+from portable_attention.backends.torch_native import FlashOnCpu  # noqa: E402
 
 
 @pytest.fixture
