@@ -209,8 +209,9 @@ def _softmax(score, allowed, sinks):
     sink_part = np.exp(sink - top)
     denominator = part.sum(-1) + sink_part
     lse = np.log(denominator) + top
-    # A row with a score of +inf has no softmax; one with NaN has come out NaN by itself.
-    lse = np.where(np.isposinf(score).any(-1), np.nan, lse).astype(score.dtype)
+    # A row with a score or a sink of +inf has no softmax; one with NaN has come out NaN by itself.
+    endless = np.isposinf(score).any(-1) | np.isposinf(sink)
+    lse = np.where(endless, np.nan, lse).astype(score.dtype)
     weights = np.where(np.isnan(lse)[..., None], np.nan, part / denominator[..., None])
     weights = np.where(allowed, weights, 0).astype(score.dtype)
     # An empty row without a sink has no denominator, and nothing takes its weight.

@@ -143,6 +143,20 @@ def test_sink_of_minus_infinity_is_none(backend: Backend, tilings):
         assert_accurate(output, lse, plain)
 
 
+@pytest.mark.parametrize("sink", [np.inf, np.nan])
+def test_a_sink_that_has_no_softmax(backend: Backend, tilings, sink):
+    """NaN for its head alone, but for the output of rows that attend nothing."""
+    inputs = make_inputs(batch=(2,), queries=9, keys=11)
+    sinks = np.array([0.5, sink], dtype=np.float32)
+    lengths = np.array([0, 11])
+    output, lse = check(backend, tilings, inputs, sinks=sinks, key_lengths=lengths)
+    assert np.isnan(lse[:, 1]).all()
+    assert np.isnan(output[1, 1]).all()
+    assert (output[0] == 0).all()
+    assert np.isfinite(lse[:, 0]).all()
+    assert np.isfinite(output[:, 0]).all()
+
+
 def test_large_sinks_and_large_scores(backend: Backend, tilings):
     """Whichever is larger, nothing overflows."""
     inputs = make_inputs(width=1)

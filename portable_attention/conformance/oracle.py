@@ -200,7 +200,8 @@ def steps_of(
     exponential = np.where(allowed, np.exp(reachable - top[..., None]), 0.0)
     denominator = exponential.sum(axis=-1) + np.exp(sink - top)
     lse = top + np.log(denominator)
-    lse = np.where(np.isposinf(reachable).any(axis=-1), np.nan, lse)  # +inf has no softmax
+    endless = np.isposinf(reachable).any(axis=-1) | np.isposinf(sink)
+    lse = np.where(endless, np.nan, lse)  # +inf has no softmax
 
     weights = np.where(np.isnan(lse)[..., None], np.nan, exponential / denominator[..., None])
     weights = np.where(allowed, weights, 0.0)  # an empty row is 0, not 0/0
