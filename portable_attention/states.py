@@ -208,6 +208,10 @@ def _check_states(states: tuple[Any, ...], layout: str) -> tuple[Backend, list[S
         raise ValueError("merge_states needs at least one state")
     arrays: dict[str, Array] = {}
     for number, state in enumerate(states):
+        if isinstance(state, tuple | list) and any(isinstance(one, State) for one in state):
+            raise TypeError(
+                f"state {number} is a sequence of states: pass each, merge_states(*states)"
+            )
         if not isinstance(state, tuple | list) or len(state) != 2:
             raise TypeError(f"state {number} must be a pair (output, lse), got {described(state)}")
         arrays[f"the output of state {number}"], arrays[f"the lse of state {number}"] = state

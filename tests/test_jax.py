@@ -312,3 +312,20 @@ def test_half_gradients_of_a_bias_that_items_share_are_summed_in_float32():
     exact = np.asarray(gradient(*(array.astype(jnp.float32) for array in half)))
     ulp = 2.0 ** (np.floor(np.log2(np.abs(exact).max())) - 7)
     assert np.abs(np.asarray(gradient(*half), np.float32) - exact).max() <= 0.75 * ulp
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        lambda traced: {"causal": traced},
+        lambda traced: {"window": (traced, 0)},
+        lambda traced: {"softcap": traced},
+        lambda traced: {"dropout": Dropout(traced, 1)},
+    ],
+)
+def test_a_traced_option_that_must_be_known_is_told_to_be_static(option):
+    x = jnp.ones((1, 2, 3))
+    with pytest.raises(
+        TypeError, match=r"got an array of jax.*: make it static, .*static_argnames"
+    ):
+        jax.jit(lambda traced: attention(x, x, x, **option(traced)))(1)

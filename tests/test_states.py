@@ -234,3 +234,10 @@ def test_partial_attention_of_layout_blhd(backend: Backend):
     state = partial(backend, {**swapped, "layout": "blhd"})
     assert tuple(state.output.shape) == (2, 5, 2, 3)
     assert tuple(state.lse.shape) == (2, 2, 5)
+
+
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_a_sequence_of_states_is_told_to_be_unpacked(kind):
+    x = np.ones((2, 3, 4), dtype=np.float32)
+    with pytest.raises(TypeError, match=r"state 0 is a sequence of states: .*\*states"):
+        merge_states(kind([partial_attention(x, x, x)] * 2))

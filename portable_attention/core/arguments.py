@@ -28,6 +28,7 @@ def real_number(name: str, given: Any, remedy: str = "") -> float:
     try:
         number = float(given)
     except (TypeError, ValueError, RuntimeError):
+        remedy = remedy or static_remedy(given)
         raise TypeError(f"{name} must be a real number, got {described(given)}{remedy}") from None
     except OverflowError:
         raise ValueError(f"{name} must be a finite number, got {given!r}") from None
@@ -47,6 +48,15 @@ def described(given: Any) -> str:
     return repr(given)
 
 
+def static_remedy(given: Any) -> str:
+    """Say what to do about a value that JAX traces, where its number is needed; else nothing."""
+    traced = any(
+        kind.__name__ == "Tracer" and kind.__module__.startswith("jax")
+        for kind in type(given).__mro__
+    )
+    return ": make it static, as with jax.jit(..., static_argnames=...)" if traced else ""
+
+
 def whole_number(name: str, given: Any, wanted: str = "an int") -> int:
     """Return an int, or raise TypeError; `wanted` says all that is taken where ints are not all."""
     if isinstance(given, bool | np.bool_):
@@ -54,10 +64,12 @@ def whole_number(name: str, given: Any, wanted: str = "an int") -> int:
     try:
         return operator.index(given)
     except TypeError:
-        raise TypeError(f"{name} must be {wanted}, got {described(given)}") from None
+        remedy = static_remedy(given)
+        raise TypeError(f"{name} must be {wanted}, got {described(given)}{remedy}") from None
 
 
 def check_flag(name: str, given: Any) -> None:
     """Check an option that is True or False."""
     if not isinstance(given, bool | np.bool_):
-        raise TypeError(f"{name} must be True or False, got {described(given)}")
+        remedy = static_remedy(given)
+        raise TypeError(f"{name} must be True or False, got {described(given)}{remedy}")
