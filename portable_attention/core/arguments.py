@@ -50,10 +50,10 @@ def described(given: Any) -> str:
 
 def static_remedy(given: Any) -> str:
     """Say what to do about a value that JAX traces, where its number is needed; else nothing."""
-    traced = any(
-        kind.__name__ == "Tracer" and kind.__module__.startswith("jax")
-        for kind in type(given).__mro__
-    )
+    if not (hasattr(given, "dtype") and hasattr(given, "shape")):
+        return ""  # torch.compile cannot follow what is asked of a type below
+    kind = type(given)  # by its name: JAX may not be imported here
+    traced = kind.__module__.startswith("jax") and kind.__name__.endswith("Tracer")
     return ": make it static, as with jax.jit(..., static_argnames=...)" if traced else ""
 
 
