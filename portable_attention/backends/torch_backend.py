@@ -44,13 +44,17 @@ class TorchBackend(Backend):
 
     def settings(self, device: Any) -> AbstractContextManager[None]:
         # Autocast would round the operands of each product.
-        if not torch.amp.is_autocast_available(device.type):
+        kind = device.type
+        if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
             return nullcontext()
         context: AbstractContextManager[None] = torch.autocast(device.type, enabled=False)
         return context
 
     def autocast(self, *arrays: Array) -> tuple[Array, ...]:
         return autocast(*arrays)
+
+    def reshape(self, array: Array, shape: tuple[int, ...]) -> Array:
+        return array.reshape(shape)
 
     def as_operand(self, name: str, array: Array) -> Array:
         if array.is_nested or array.layout != torch.strided:
