@@ -122,21 +122,22 @@ def test_inputs_it_cannot_take_are_named(taken, change, reason):
         attention(**own, engine="native")
 
 
-@pytest.mark.parametrize("queries", [1, 2, 6, 64])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("queries", [1, 2, 6, 64, 300])
 @pytest.mark.parametrize("name", ["query", "key", "value"])
-@pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf, 3e38])
-def test_garbage_is_left_to_the_portable_tiles(taken, queries, name, poison):
+@pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf, 8e37])
+def test_garbage_is_left_to_the_portable_tiles(taken, queries, name, poison, causal):
     """The kernel multiplies a masked NaN by 0, and gives 0 for a query of NaN in a short call."""
     sizes = {"queries": queries, "keys": queries, "width": 4, "value_width": 4}
     inputs, own = tensors(heads=2, **sizes)
     inputs[name][..., -1, 1] = poison
     own[name][..., -1, 1] = poison
-    output, lse = attention(**own, causal=True, return_lse=True)
-    assert_accurate(output.numpy(), lse.numpy(), reference_of(**inputs, causal=True))
+    output, lse = attention(**own, causal=causal, return_lse=True)
+    assert_accurate(output.numpy(), lse.numpy(), reference_of(**inputs, causal=causal))
     if not np.isfinite(poison):
         assert taken == [None]
         with pytest.raises(ValueError, match="not finite"):
-            attention(**own, causal=True, engine="native")
+            attention(**own, causal=causal, engine="native")
 
 
 def test_scores_beyond_the_range_are_left_to_the_portable_tiles(taken):
@@ -147,6 +148,19 @@ def test_scores_beyond_the_range_are_left_to_the_portable_tiles(taken):
     output = attention(**own)
     assert taken == [None]
     assert torch.isnan(output[..., 0, :]).all()
+
+
+@pytest.mark.parametrize("layout", ["bhld", "blhd"])
+def test_queries_whose_squares_overflow_are_left_to_the_portable_tiles(taken, layout):
+    inputs, own = tensors(heads=2, queries=6, keys=6, width=4, value_width=4, dtype="float32")
+    inputs["query"] *= np.float32(1e20)
+    inputs["key"] *= np.float32(1e-20)
+    if layout == "blhd":
+        own = {name: array.transpose(-2, -3) for name, array in own.items()}
+    output, lse = attention(**own, layout=layout, return_lse=True)
+    assert taken == [None]
+    output = output.transpose(-2, -3) if layout == "blhd" else output
+    assert_accurate(output.numpy(), lse.numpy(), reference_of(**inputs))
 
 
 def test_large_finite_sums_are_not_garbage(taken):
@@ -234,6 +248,25 @@ def test_gradients_beside_masked_garbage_are_left_to_the_portable_tiles(
         found.append(torch.autograd.grad(output[..., :-1, :].square().sum(), leaves))
     assert taken_backward == [None]
     assert torch.isfinite(found[0][0][..., :-1, :]).all()
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, equal_nan=True)
+
+
+@pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("queries", [6, 64, 300])
+def test_garbage_from_above_is_left_to_the_portable_tiles(taken_backward, poison, queries):
+    """It reaches the gradients of its own row, and of the keys and values that this attends."""
+    sizes = {"queries": queries, "keys": queries, "width": 4, "value_width": 4}
+    _, own = tensors(heads=2, **sizes, dtype="float32")
+    leaves = [array.requires_grad_() for array in own.values()]
+    cotangent = torch.ones_like(own["query"])
+    cotangent[..., 2, 1] = poison
+    found = [
+        torch.autograd.grad(attention(*leaves, causal=True, engine=engine), leaves, cotangent)
+        for engine in ("auto", "portable")
+    ]
+    assert taken_backward == [None]
+    assert torch.isfinite(found[0][0][..., 3:, :]).all()
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, equal_nan=True)
 

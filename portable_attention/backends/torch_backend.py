@@ -44,8 +44,7 @@ class TorchBackend(Backend):
 
     def settings(self, device: Any) -> AbstractContextManager[None]:
         # Autocast would round the operands of each product.
-        kind = device.type
-        if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
+        if not _is_autocast(device.type):
             return nullcontext()
         context: AbstractContextManager[None] = torch.autocast(device.type, enabled=False)
         return context
@@ -162,7 +161,7 @@ class _AsFinite(torch.autograd.Function):
 def autocast(*arrays: Any) -> tuple[Any, ...]:
     """Return query, key and value in the dtype of autocast where that is on, as PyTorch's own."""
     device = arrays[0].device.type
-    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+    if not _is_autocast(device):
         return arrays
     dtype = torch.get_autocast_dtype(device)
     cast = (torch.float16, torch.bfloat16, torch.float32)
@@ -170,6 +169,12 @@ def autocast(*arrays: Any) -> tuple[Any, ...]:
         array.to(dtype) if isinstance(array, torch.Tensor) and array.dtype in cast else array
         for array in arrays
     )
+
+
+def _is_autocast(device: str) -> bool:
+    """Whether autocast is on for a kind of device, and whether it is known there at all."""
+    known: bool = torch.amp.is_autocast_available(device)
+    return known and torch.is_autocast_enabled(device)
 
 
 def transforming() -> bool:

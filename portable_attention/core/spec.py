@@ -14,6 +14,7 @@ from portable_attention.core.arguments import FLOATS, SCALE_REMEDY, real_number,
 from portable_attention.core.dropout import Dropout, check_dropout
 from portable_attention.core.positions import make_limits
 from portable_attention.core.problem import Call, Problem, swap_heads
+from portable_attention.core.sizes import known_sizes, sizes_of, split_heads
 
 LAYOUTS = ("bhld", "blhd")
 ENGINES = ("auto", "portable", "native")
@@ -58,24 +59,12 @@ def validate(
 
     dtype = _common_dtype(arrays)
     compute_dtype = "float64" if dtype == "float64" else "float32"
-    ranks = [arrays[name].ndim for name in ("query", "key", "value")]
-    if layout == "blhd" and len(set(ranks)) > 1:
-        raise ValueError(
-            "query, key and value must have the same rank with layout='blhd', got "
-            + ", ".join(f"{name} {tuple(arrays[name].shape)}" for name in ("query", "key", "value"))
-        )
-    headless = ranks == [2, 2, 2]
-    given_shapes = {name: tuple(arrays[name].shape) for name in ("query", "key", "value")}
-    for name in ("query", "key", "value"):
-        arrays[name] = _with_heads(backend, name, arrays[name], layout)
-    rank = max(3, *ranks)
-    if ranks != [rank] * 3:
-        for name in ("query", "key", "value"):
-            arrays[name] = _pad(backend, arrays[name], rank)
-    batch = _check_shapes(arrays, given_shapes, layout)
-    heads, query_length, width = arrays["query"].shape[-3:]
-    kv_heads, key_length, value_width = arrays["value"].shape[-3:]
-    groups = heads // kv_heads
+    shape_q, shape_k, shape_v = (tuple(arrays[name].shape) for name in ("query", "key", "value"))
+    # Symbolic sizes cannot be looked up.
+    known = all(type(size) is int for size in (*shape_q, *shape_k, *shape_v))
+    sizes = (known_sizes if known else sizes_of)(shape_q, shape_k, shape_v, layout)
+    batch, query_length, key_length = sizes.batch, sizes.query_length, sizes.key_length
+    kv_heads, groups, rank = sizes.kv_heads, sizes.groups, sizes.rank
 
     span, limits = make_limits(
         backend,
@@ -88,20 +77,21 @@ def validate(
         query_lengths=query_lengths,
         key_lengths=key_lengths,
     )
-    scores = (query_length, key_length) if headless else (*batch, heads, query_length, key_length)
+    lead = () if sizes.headless else (*batch, kv_heads * groups)
+    scores = (*lead, query_length, key_length)
     rate, seed = check_dropout(backend, device, dropout)
-    make = _known_problem if backend.on_host else Problem  # symbolic sizes cannot be looked up
+    make = _known_problem if known else Problem
     problem = make(
         batch=batch,
         kv_heads=kv_heads,
         groups=groups,
         query_length=query_length,
         key_length=key_length,
-        width=width,
-        value_width=value_width,
+        width=sizes.width,
+        value_width=sizes.value_width,
         dtype=dtype,
         compute_dtype=compute_dtype,
-        scale=_check_scale(scale, width, compute_dtype),
+        scale=_check_scale(scale, sizes.width, compute_dtype),
         softcap=_check_softcap(softcap, compute_dtype),
         dropout_rate=rate,
         block_size=_check_block_size(block_size),
@@ -110,16 +100,16 @@ def validate(
     return Call(
         problem=problem,
         backend=backend,
-        query=_split_heads(backend, arrays["query"], kv_heads),
-        key=_split_heads(backend, arrays["key"], kv_heads),
-        value=_split_heads(backend, arrays["value"], kv_heads),
+        query=_to_inner(backend, arrays["query"], sizes.query, layout),
+        key=_to_inner(backend, arrays["key"], sizes.key, layout),
+        value=_to_inner(backend, arrays["value"], sizes.value, layout),
         mask=_check_mask(backend, arrays.get("mask"), scores, kv_heads, rank),
         bias=_check_bias(backend, arrays.get("bias"), scores, kv_heads, rank),
         sinks=_check_sinks(backend, arrays.get("sinks"), kv_heads, groups),
         limits=limits,
         seed=seed,
         device=device,
-        headless=headless,
+        headless=sizes.headless,
         layout=layout,
         engine=engine,
     )
@@ -165,85 +155,16 @@ def _common_dtype(arrays: dict[str, Array]) -> str:
     return names["query"]
 
 
-def _with_heads(backend: Backend, name: str, array: Array, layout: str) -> Array:
-    """Return an array of rank >= 3, heads before length."""
-    shape = tuple(array.shape)
-    if layout == "blhd":
-        if len(shape) < 3:
-            raise ValueError(
-                f"{name} must have axes (..., L, H, D) with layout='blhd', got shape {shape}"
-            )
-        return swap_heads(backend, array)
-    if len(shape) < 2:
-        raise ValueError(f"{name} must have axes (..., H, L, D) or (L, D), got shape {shape}")
-    return _pad(backend, array, 3)
-
-
-def _pad(backend: Backend, array: Array, rank: int) -> Array:
-    missing = rank - array.ndim
-    if missing <= 0:
-        return array
-    return backend.reshape(array, (*([1] * missing), *array.shape))
-
-
-def _check_shapes(
-    arrays: dict[str, Array], given: dict[str, tuple[int, ...]], layout: str
-) -> tuple[int, ...]:
-    """Check that query, key and value fit together; return their common batch axes."""
-    shapes = {name: tuple(arrays[name].shape) for name in ("query", "key", "value")}
-    query, key, value = shapes.values()
-
-    def error(message: str, hint: str = "") -> ValueError:
-        axes = "(..., H, L, D)" if layout == "bhld" else "(..., L, H, D)"
-        listed = ", ".join(f"{name} {shape}" for name, shape in given.items())
-        listed += " as " + ("(L, D)" if all(len(shape) == 2 for shape in given.values()) else axes)
-        return ValueError(f"{message}{listed}{hint}")
-
-    if key[-3] != value[-3]:
-        raise error("key and value must have the same number of heads, got ")
-    if query[-3] == 0 or key[-3] == 0:
-        raise error("the number of heads may not be 0, got ")
-    if query[-3] % key[-3]:
-        raise error(
-            f"the query heads must be a multiple of the key/value heads, "
-            f"got {query[-3]} and {key[-3]}: ",
-            _layout_hint(shapes, layout),
-        )
-    if query[-1] != key[-1]:
-        raise error("query and key must have the same width D, got ")
-    if key[-2] != value[-2]:
-        raise error("key and value must have the same length Lk, got ")
-    if query[:-3] == key[:-3] == value[:-3]:
-        return query[:-3]
-    try:
-        return np.broadcast_shapes(query[:-3], key[:-3], value[:-3])
-    except ValueError:
-        raise error("the batch axes must broadcast together, got ") from None
-
-
-def _layout_hint(shapes: dict[str, tuple[int, ...]], layout: str) -> str:
-    query, key = shapes["query"], shapes["key"]
-    if layout == "bhld" and query[-2] == key[-2]:
-        return "; if the axes are (..., L, H, D), say layout='blhd'"
-    return ""
-
-
-def _split_heads(backend: Backend, array: Array, kv_heads: int) -> Array:
-    """Turn (..., H, rows, columns) into (..., Hkv, G, rows, columns), a view."""
-    return backend.reshape(array, _split_shape(tuple(array.shape), kv_heads))
-
-
-def _split_shape(shape: tuple[int, ...], kv_heads: int) -> tuple[int, ...]:
-    *lead, heads, rows, columns = shape
-    split = (kv_heads, heads // kv_heads) if heads > 1 else (1, 1)
-    return (*lead, *split, rows, columns)
+def _to_inner(backend: Backend, array: Array, shape: tuple[int, ...], layout: str) -> Array:
+    """Turn query, key or value into (*batch, Hkv, G, rows, columns), a view."""
+    return backend.reshape(swap_heads(backend, array) if layout == "blhd" else array, shape)
 
 
 def _per_head(backend: Backend, array: Array, rank: int, kv_heads: int) -> Array:
     """Turn a mask or bias, of any rank, into (*batch, Hkv, G, rows, columns)."""
     shape = tuple(array.shape)
     padded = (*([1] * (rank - len(shape))), *shape)
-    return backend.reshaped(array, _split_shape(padded, kv_heads))
+    return backend.reshaped(array, split_heads(padded, kv_heads))
 
 
 def _broadcastable(name: str, array: Array, scores: tuple[int, ...]) -> None:
